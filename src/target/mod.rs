@@ -4,6 +4,8 @@
 //! Open `config.rs` for the shape, `weights.rs` for safetensors and GGUF, `tokenizer.rs` for ids and chat templates,
 //! `fetch.rs` for the download, `model.rs` for the layers, `generate.rs` for decoding.
 
+pub mod rope;
+
 /// The shape of a decoder-only target.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TargetConfig {

@@ -93,7 +93,7 @@ pub fn rotate(x: Tensor<3>, cos: Tensor<2>, sin: Tensor<2>) -> Tensor<3> {
 }
 
 /// One frequency for each channel pair, scaled as the checkpoint asks.
-fn inverse_frequencies(rope: &Rope, head_dim: usize) -> Vec<f64> {
+pub(super) fn inverse_frequencies(rope: &Rope, head_dim: usize) -> Vec<f64> {
     let plain: Vec<f64> = (0..head_dim / 2).map(|i| rope.theta.powf(-((2 * i) as f64) / head_dim as f64)).collect();
     match &rope.scaling {
         RopeScaling::None => plain,

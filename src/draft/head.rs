@@ -11,6 +11,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData, activation};
 
 use super::config::DraftConfig;
 use crate::export::{HeadTensors, HostArray};
+use crate::target::model::rms_norm;
 use crate::target::rope::rotate;
 
 /// What is wrong with a set of head weights.
@@ -63,12 +64,6 @@ impl Rotation {
     pub fn select(&self, rows: Tensor<1, Int>) -> Self {
         Self { cos: self.cos.clone().select(0, rows.clone()), sin: self.sin.clone().select(0, rows) }
     }
-}
-
-/// `x / rms(x) * gain` over the last dimension; `gain` is `[1, width]`.
-pub fn rms_norm(x: Tensor<2>, gain: Tensor<2>, eps: f64) -> Tensor<2> {
-    let inverse = (x.clone().square().mean_dim(1) + eps).sqrt().recip();
-    x * inverse * gain
 }
 
 impl DraftHead {

@@ -17,9 +17,10 @@ use std::collections::BTreeMap;
 use burn::tensor::{Device, Gradients, IndexingUpdateOp, Tensor, TensorData};
 
 use super::attention::{self, AttentionInputs, DocumentRows, Heads};
-use super::head::{DraftHead, Projected, Rotation, rms_norm};
+use super::head::{DraftHead, Projected, Rotation};
 use super::loss::{Gradient, TargetDistribution, head_loss, index};
 use crate::recipe::LossKind;
+use crate::target::model::rms_norm;
 use crate::target::rope::RopeTable;
 
 /// One sequence with its target's states.

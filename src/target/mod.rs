@@ -4,31 +4,22 @@
 //! Open `config.rs` for the shape, `weights.rs` for safetensors and GGUF, `tokenizer.rs` for ids and chat templates,
 //! `fetch.rs` for the download, `model.rs` for the layers, `generate.rs` for decoding.
 
+pub mod cache;
+pub mod config;
+mod error;
+pub mod fetch;
+pub mod generate;
+mod gguf;
+pub mod model;
 pub mod rope;
+pub mod tokenizer;
+pub mod weights;
 
-/// The shape of a decoder-only target.
-#[derive(Debug, Clone, PartialEq)]
-pub struct TargetConfig {
-    /// `llama`, `mistral`, `qwen2`, `qwen3`.
-    pub model_type: String,
-    pub vocab_size: usize,
-    pub hidden_size: usize,
-    pub intermediate_size: usize,
-    pub num_hidden_layers: usize,
-    pub num_attention_heads: usize,
-    pub num_key_value_heads: usize,
-    pub head_dim: usize,
-    pub rms_norm_eps: f64,
-    pub rope: Rope,
-    pub max_position_embeddings: usize,
-    pub tie_word_embeddings: bool,
-    /// q, k and v carry a bias (Qwen2).
-    pub qkv_bias: bool,
-    /// RMSNorm over each head of q and k (Qwen3).
-    pub qk_norm: bool,
-    pub bos_token_id: Option<u32>,
-    pub eos_token_ids: Vec<u32>,
-}
+pub use config::TargetConfig;
+pub use error::TargetError;
+pub use model::TargetModel;
+pub use tokenizer::{Message, TargetTokenizer};
+pub use weights::TargetFiles;
 
 /// Rotary position embedding, rotate-half form over the whole head.
 #[derive(Debug, Clone, PartialEq)]
@@ -43,6 +34,7 @@ pub enum RopeScaling {
 }
 
 /// A weight on the host, float32, row-major.
+#[derive(Debug, Clone, PartialEq)]
 pub struct HostTensor { pub shape: Vec<usize>, pub data: Vec<f32> }
 
 /// Named weights under their Hugging Face names (`model.layers.0.self_attn.q_proj.weight`), wherever they are stored.
@@ -52,6 +44,3 @@ pub trait WeightSource {
     fn tensor(&self, name: &str) -> Result<HostTensor, TargetError>;
     fn contains(&self, name: &str) -> bool;
 }
-
-#[derive(Debug, thiserror::Error)]
-pub enum TargetError {}

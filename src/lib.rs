@@ -4,12 +4,13 @@
 //! recipe -> target -> capture -> sequences -> features -> draft -> train -> export -> evaluate.
 #![recursion_limit = "256"]
 
-pub mod recipe;
-pub mod target;
-pub mod sequences;
 pub mod capture;
-pub mod features;
 pub mod draft;
-pub mod train;
-pub mod export;
 pub mod evaluate;
+pub mod export;
+pub mod features;
+pub mod recipe;
+pub mod sequences;
+pub mod signals;
+pub mod target;
+pub mod train;

@@ -30,4 +30,5 @@ pub struct Sequence {
     pub sampling: Option<Sampling>,
     pub segments: Vec<Segment>,
 }
+#[derive(Debug, Clone)]
 pub struct TrainSequence { pub id: String, pub dataset: String, pub ids: Vec<u32>, pub loss_mask: Vec<bool>, pub prompt_length: usize }

@@ -103,7 +103,7 @@ impl KvCache {
     }
 
     /// Begins a step that feeds `fresh` tokens to every row.
-    pub(super) fn open(&mut self, fresh: usize, heads: usize) -> CacheStep {
+    pub(crate) fn open(&mut self, fresh: usize, heads: usize) -> CacheStep {
         self.make_room(fresh);
         self.fresh = fresh;
         let group = heads / self.kv_heads;
@@ -126,7 +126,7 @@ impl KvCache {
 
     /// Writes the step's keys and values (`[rows * fresh, kv_heads * head_dim]`) into a layer and attends with its
     /// queries (`[rows * fresh, heads * head_dim]`, also the shape of the result).
-    pub(super) fn attend(&mut self, step: &CacheStep, layer: usize, q: Tensor<2>, k: Tensor<2>, v: Tensor<2>) -> Tensor<2> {
+    pub(crate) fn attend(&mut self, step: &CacheStep, layer: usize, q: Tensor<2>, k: Tensor<2>, v: Tensor<2>) -> Tensor<2> {
         let (rows, kv, dim, fresh) = (self.rows(), self.kv_heads, self.head_dim, step.fresh);
         let (all_k, all_v) = self.layers[layer].take().expect("no step is under way");
         let place = [0..rows, 0..kv, self.used..self.used + fresh, 0..dim];

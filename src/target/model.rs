@@ -34,21 +34,22 @@ pub struct TargetModel {
     embeddings: Tensor<2>,
     layers: Vec<Layer>,
     norm: Tensor<2>,
-    /// `[vocab, hidden]`; the embeddings where they are tied.
+    /// `[hidden, vocab]`.
     head: Tensor<2>,
     rope: RopeTable,
     device: Device,
 }
 
+/// Products are kept `[in, out]`: a step of few rows would otherwise spend most of its time packing the weights.
 struct Layer {
     input_norm: Tensor<2>,
-    /// q, k and v rows behind one another, `[(heads + 2 * kv_heads) * head_dim, hidden]`: one product instead of three.
+    /// q, k and v beside one another, `[hidden, (heads + 2 * kv_heads) * head_dim]`: one product instead of three.
     qkv: Tensor<2>,
     qkv_bias: Option<Tensor<2>>,
     qk_norm: Option<(Tensor<2>, Tensor<2>)>,
     output: Tensor<2>,
     post_norm: Tensor<2>,
-    /// gate and up rows behind one another, `[2 * intermediate, hidden]`.
+    /// gate and up beside one another, `[hidden, 2 * intermediate]`.
     gate_up: Tensor<2>,
     down: Tensor<2>,
 }
@@ -72,21 +73,16 @@ impl TargetModel {
     pub fn load(config: &TargetConfig, source: &dyn WeightSource, device: &Device) -> Result<Self, TargetError> {
         let (h, f) = (config.hidden_size, config.intermediate_size);
         let (q, kv) = (config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim);
-        let matrix = |name: &str, rows: usize, columns: usize| {
-            let host = checked(source, name, &[rows, columns])?;
-            Ok(Tensor::from_data(TensorData::new(host.data, [rows, columns]), device))
-        };
         let gain = |name: &str, width: usize| {
             let host = checked(source, name, &[width])?;
             Ok(Tensor::from_data(TensorData::new(host.data, [1, width]), device))
         };
-        let stacked = |names: &[(String, usize)], columns: usize| {
+        let product = |names: &[(String, usize)], columns: usize| {
             let mut data = Vec::new();
             for (name, rows) in names {
                 data.extend(checked(source, name, &[*rows, columns])?.data);
             }
-            let rows = data.len() / columns;
-            Ok::<Tensor<2>, TargetError>(Tensor::from_data(TensorData::new(data, [rows, columns]), device))
+            Ok::<Tensor<2>, TargetError>(in_first(data, columns, device))
         };
         let layer = |i: usize| {
             let name = |rest: &str| format!("model.layers.{i}.{rest}");
@@ -109,21 +105,21 @@ impl TargetModel {
             };
             Ok::<_, TargetError>(Layer {
                 input_norm: gain(&name("input_layernorm.weight"), h)?,
-                qkv: stacked(&qkv, h)?,
+                qkv: product(&qkv, h)?,
                 qkv_bias,
                 qk_norm,
-                output: matrix(&name("self_attn.o_proj.weight"), h, q)?,
+                output: product(&[(name("self_attn.o_proj.weight"), h)], q)?,
                 post_norm: gain(&name("post_attention_layernorm.weight"), h)?,
-                gate_up: stacked(&[(name("mlp.gate_proj.weight"), f), (name("mlp.up_proj.weight"), f)], h)?,
-                down: matrix(&name("mlp.down_proj.weight"), h, f)?,
+                gate_up: product(&[(name("mlp.gate_proj.weight"), f), (name("mlp.up_proj.weight"), f)], h)?,
+                down: product(&[(name("mlp.down_proj.weight"), h)], f)?,
             })
         };
-        let embeddings: Tensor<2> = matrix("model.embed_tokens.weight", config.vocab_size, h)?;
-        let head = if config.tie_word_embeddings {
-            embeddings.clone()
-        } else {
-            matrix("lm_head.weight", config.vocab_size, h)?
+        let rows = checked(source, "model.embed_tokens.weight", &[config.vocab_size, h])?.data;
+        let head = match config.tie_word_embeddings {
+            true => in_first(rows.clone(), h, device),
+            false => in_first(checked(source, "lm_head.weight", &[config.vocab_size, h])?.data, h, device),
         };
+        let embeddings = Tensor::from_data(TensorData::new(rows, [config.vocab_size, h]), device);
         Ok(Self {
             embeddings,
             layers: (0..config.num_hidden_layers).map(layer).collect::<Result<_, _>>()?,
@@ -150,14 +146,14 @@ impl TargetModel {
         &self.norm
     }
 
-    /// The head's rows, `[vocab, hidden]`.
-    pub fn head(&self) -> &Tensor<2> {
-        &self.head
+    /// Some rows of the head, `[ids, hidden]`.
+    pub fn head_rows(&self, ids: &[u32]) -> Tensor<2> {
+        self.head.clone().select(1, index(ids.iter().map(|&id| id as usize), &self.device)).transpose()
     }
 
     /// Logits `[rows, vocab]` from the stream after the last layer, `[rows, hidden]`.
     pub fn logits(&self, last: Tensor<2>) -> Tensor<2> {
-        rms_norm(last, self.norm.clone(), self.config.rms_norm_eps).matmul(self.head.clone().transpose())
+        rms_norm(last, self.norm.clone(), self.config.rms_norm_eps).matmul(self.head.clone())
     }
 
     /// Runs whole documents, packed behind one another, each attending only to itself.
@@ -227,7 +223,7 @@ impl TargetModel {
         };
         for (i, layer) in self.layers.iter().enumerate() {
             keep(i, &x);
-            let mut qkv = rms_norm(x.clone(), layer.input_norm.clone(), eps).matmul(layer.qkv.clone().transpose());
+            let mut qkv = rms_norm(x.clone(), layer.input_norm.clone(), eps).matmul(layer.qkv.clone());
             if let Some(bias) = &layer.qkv_bias {
                 qkv = qkv + bias.clone();
             }
@@ -245,11 +241,11 @@ impl TargetModel {
                 let x = x.reshape([rows, width / config.head_dim, config.head_dim]);
                 rotate(x, cos.clone(), sin.clone()).reshape([rows, width])
             });
-            x = x + attend(i, q, k, v).matmul(layer.output.clone().transpose());
-            let both = rms_norm(x.clone(), layer.post_norm.clone(), eps).matmul(layer.gate_up.clone().transpose());
+            x = x + attend(i, q, k, v).matmul(layer.output.clone());
+            let both = rms_norm(x.clone(), layer.post_norm.clone(), eps).matmul(layer.gate_up.clone());
             let gate = activation::silu(both.clone().narrow(1, 0, config.intermediate_size));
             let up = both.narrow(1, config.intermediate_size, config.intermediate_size);
-            x = x + (gate * up).matmul(layer.down.clone().transpose());
+            x = x + (gate * up).matmul(layer.down.clone());
         }
         keep(self.layers.len(), &x);
         let aux = aux.into_iter().map(|slot| slot.expect("layers are checked against the target's")).collect();
@@ -290,6 +286,18 @@ fn causal_mask(rows: usize, keys: usize, group: usize, device: &Device) -> Tenso
     }
     let mask = Tensor::<2>::from_data(TensorData::new(mask, [rows, keys]), device);
     mask.repeat_dim(0, group).unsqueeze_dims(&[0, 1])
+}
+
+/// Host rows `[out, in]` as a device tensor `[in, out]`.
+fn in_first(data: Vec<f32>, columns: usize, device: &Device) -> Tensor<2> {
+    let rows = data.len() / columns;
+    let mut turned = vec![0.0; data.len()];
+    for (row, values) in data.chunks_exact(columns).enumerate() {
+        for (column, &value) in values.iter().enumerate() {
+            turned[column * rows + row] = value;
+        }
+    }
+    Tensor::from_data(TensorData::new(turned, [columns, rows]), device)
 }
 
 fn checked(source: &dyn WeightSource, name: &str, shape: &[usize]) -> Result<HostTensor, TargetError> {

@@ -11,7 +11,6 @@ pub mod metrics;
 pub mod optimizer;
 pub mod pack;
 pub mod schedule;
-pub mod signals;
 pub mod trainer;
 
 pub use trainer::{HeldOut, Outcome, TrainError, Trainer};

@@ -12,7 +12,7 @@ use super::metrics::{HeldOutFigures, Metrics};
 use super::optimizer::{AdamW, clip};
 use super::pack::Plan;
 use super::schedule::learning_rate;
-use super::signals::Signals;
+use crate::signals::Signals;
 use crate::draft::acceptance::ChainCounts;
 use crate::draft::head::DraftHead;
 use crate::draft::ttt::{Document, Layout, Objective, Teacher, step};

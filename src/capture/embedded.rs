@@ -1,0 +1,110 @@
+//! Captures with the embedded engine.
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::journal::Journal;
+use super::prompts::Prompt;
+use super::CaptureError;
+use crate::recipe::CaptureRecipe;
+use crate::sequences::{Sampling, Segment, SegmentKind, Sequence};
+use crate::target::generate::{Request, Sampler, generate};
+use crate::target::{TargetModel, TargetTokenizer};
+use crate::signals::Signals;
+
+/// What a capture did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Captured {
+    /// Sequences that were there from an earlier run.
+    pub found: usize,
+    /// Sequences captured now.
+    pub captured: usize,
+    /// Output tokens of those.
+    pub output_tokens: usize,
+    /// Answers cut by the token cap.
+    pub cut: usize,
+    /// A signal stopped the run; the same command goes on.
+    pub interrupted: Option<i32>,
+}
+
+/// Answers every prompt that `out/train.jsonl` and `out/held_out.jsonl` do not hold yet and appends it there.
+///
+/// # Errors
+/// When a prompt cannot be rendered or a file cannot be written; what was captured stays.
+pub fn capture(
+    prompts: &[Prompt],
+    recipe: &CaptureRecipe,
+    model: &TargetModel,
+    tokenizer: &TargetTokenizer,
+    signals: &Signals,
+) -> Result<Captured, CaptureError> {
+    std::fs::create_dir_all(&recipe.out).map_err(CaptureError::io(&recipe.out))?;
+    let (mut train, mut done) = Journal::open(&recipe.out.join("train.jsonl"))?;
+    let (mut held_out, more) = Journal::open(&recipe.out.join("held_out.jsonl"))?;
+    done.extend(more);
+    let mut result = Captured { found: done.len(), ..Captured::default() };
+
+    let mut requests = Vec::new();
+    let mut of_request = Vec::new();
+    for sample in 0..recipe.samples.max(1) {
+        for prompt in prompts {
+            let held = prompt.is_held_out(recipe.held_out_share);
+            let id = if sample == 0 { prompt.id.clone() } else { format!("{}#{sample}", prompt.id) };
+            // One answer is enough to measure on.
+            if (held && sample > 0) || done.contains(&id) {
+                continue;
+            }
+            let ids = tokenizer.prompt_ids(&prompt.messages)?;
+            let room = model.config.max_position_embeddings.saturating_sub(ids.len());
+            if room == 0 {
+                tracing::warn!("{id}: the prompt fills the target's context; skipped");
+                continue;
+            }
+            requests.push(Request { name: id.clone(), prompt: ids, max_tokens: recipe.max_tokens.min(room) });
+            of_request.push((id, prompt, held));
+        }
+    }
+
+    let bar = ProgressBar::new(requests.len() as u64);
+    let style = ProgressStyle::with_template("capture {wide_bar} {pos}/{len} answers  {msg}  {eta} left");
+    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    let begun = std::time::Instant::now();
+    let mut drawn = 0;
+    let mut failure = None;
+    let sampler = Sampler { temperature: recipe.temperature, top_p: recipe.top_p };
+    let progress = |tokens: usize| {
+        drawn += tokens;
+        bar.set_message(format!("{:.0} tokens/s", drawn as f64 / begun.elapsed().as_secs_f64()));
+    };
+    generate(model, &requests, sampler, recipe.batch, recipe.seed, progress, |answer| {
+        let (id, prompt, held) = &of_request[answer.request];
+        let length = answer.output.len();
+        let sequence = Sequence {
+            id: id.clone(),
+            dataset: prompt.dataset.clone(),
+            prompt_ids: requests[answer.request].prompt.clone(),
+            output_ids: answer.output,
+            finish_reason: if answer.stopped { "stop" } else { "length" }.into(),
+            sampling: Some(Sampling { temperature: recipe.temperature, top_p: recipe.top_p, seed: recipe.seed }),
+            segments: vec![Segment { kind: SegmentKind::Answer, start: 0, end: length }],
+        };
+        let journal = if *held { &mut held_out } else { &mut train };
+        if let Err(error) = journal.append(&sequence) {
+            failure = Some(error);
+            return false;
+        }
+        result.captured += 1;
+        result.output_tokens += length;
+        result.cut += usize::from(!answer.stopped);
+        bar.inc(1);
+        if bar.is_hidden() && result.captured % 50 == 0 {
+            tracing::info!("captured {} of {} answers, {} tokens", result.captured, requests.len(), result.output_tokens);
+        }
+        result.interrupted = signals.received();
+        result.interrupted.is_none()
+    });
+    bar.finish_and_clear();
+    match failure {
+        Some(error) => Err(error),
+        None => Ok(result),
+    }
+}

@@ -10,7 +10,7 @@ use eaglet::draft::acceptance::ChainCounts;
 use eaglet::draft::config::DraftConfig;
 use eaglet::draft::head::DraftHead;
 use eaglet::draft::ttt::{Document, Objective, Teacher, step};
-use eaglet::export::{HeadTensors, HostArray};
+use eaglet::draft::head::{HeadTensors, HostArray};
 use eaglet::recipe::LossKind;
 use eaglet::target::rope::RopeTable;
 use eaglet::target::{Rope, RopeScaling};

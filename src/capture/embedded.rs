@@ -4,9 +4,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::journal::Journal;
 use super::prompts::Prompt;
-use super::CaptureError;
-use crate::recipe::CaptureRecipe;
-use crate::sequences::{Sampling, Segment, SegmentKind, Sequence};
+use super::{CaptureError, Sampling, Segment, Sequence};
+use crate::recipe::{CaptureRecipe, SegmentKind};
 use crate::target::generate::{Request, Sampler, generate};
 use crate::target::{TargetModel, TargetTokenizer};
 use crate::signals::Signals;

@@ -5,8 +5,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use super::CaptureError;
-use crate::sequences::Sequence;
+use super::{CaptureError, Sequence};
 
 /// Captured sequences on disk, one JSONL line each, written whole and in the order they come.
 pub struct Journal {

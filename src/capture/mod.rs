@@ -10,6 +10,31 @@ pub mod prompts;
 
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize};
+
+use crate::recipe::SegmentKind;
+
+/// Output tokens `start..end` are of one kind. Segments tile the output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Segment { pub kind: SegmentKind, pub start: usize, pub end: usize }
+
+/// How the output was drawn.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Sampling { pub temperature: f64, pub top_p: f64, pub seed: u64 }
+
+/// One prompt and the answer a target gave, as the exact ids it saw and sampled (stop token included).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Sequence {
+    pub id: String,
+    pub dataset: String,
+    pub prompt_ids: Vec<u32>,
+    pub output_ids: Vec<u32>,
+    /// `stop` or `length`.
+    pub finish_reason: String,
+    pub sampling: Option<Sampling>,
+    pub segments: Vec<Segment>,
+}
+
 /// Why a capture cannot go on.
 #[derive(Debug, thiserror::Error)]
 pub enum CaptureError {

@@ -42,7 +42,7 @@ struct RecipeArguments {
 
 impl RecipeArguments {
     fn load(&self) -> Result<Recipe> {
-        Ok(toml::from_str(&std::fs::read_to_string(&self.recipe).into_diagnostic()?).into_diagnostic()?)
+        Recipe::load(&self.recipe, &self.sets).into_diagnostic()
     }
 }
 

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::Subcommand;
-use miette::{IntoDiagnostic, Result};
+use miette::Result;
 
 use super::RecipeArguments;
 
@@ -15,6 +15,6 @@ pub enum Command {
 
 pub fn run(command: &Command) -> Result<ExitCode> {
     let Command::Show(arguments) = command;
-    print!("{}", toml::to_string_pretty(&arguments.load()?).into_diagnostic()?);
+    print!("{}", arguments.load()?.to_toml());
     Ok(ExitCode::SUCCESS)
 }

@@ -10,9 +10,18 @@ use std::collections::BTreeMap;
 use burn::tensor::{Device, Int, Tensor, TensorData, activation};
 
 use super::config::DraftConfig;
-use crate::export::{HeadTensors, HostArray};
 use crate::target::model::rms_norm;
 use crate::target::rope::rotate;
+
+/// A weight on the host, float32, row-major.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HostArray {
+    pub shape: Vec<usize>,
+    pub data: Vec<f32>,
+}
+
+/// A head's weights by their checkpoint names.
+pub type HeadTensors = BTreeMap<String, HostArray>;
 
 /// What is wrong with a set of head weights.
 #[derive(Debug, thiserror::Error)]

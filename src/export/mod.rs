@@ -1,3 +1,35 @@
-use std::collections::BTreeMap;
-pub type HeadTensors = BTreeMap<String, HostArray>;
-#[derive(Debug, Clone, PartialEq)] pub struct HostArray { pub shape: Vec<usize>, pub data: Vec<f32> }
+//! Export: the folder that serving engines load.
+//!
+//! In: a head's weights, shape and draft vocabulary. Out: model.safetensors in bfloat16 and config.json. Open
+//! `config_json.rs` for the keys and what each engine makes of them, `write.rs` for the folder and its self-check,
+//! `read.rs` for the way back (ours, the EAGLE authors' and speculators' folders), `serve.rs` for the commands.
+
+pub mod config_json;
+pub mod read;
+pub mod serve;
+pub mod write;
+
+pub use read::{ReadHead, read_head};
+pub use write::write_head;
+
+use std::path::PathBuf;
+
+/// Why a head cannot be written or read.
+#[derive(Debug, thiserror::Error)]
+pub enum ExportError {
+    /// The operating system refused.
+    #[error("{path}: {source}")]
+    Io { path: PathBuf, source: std::io::Error },
+    /// An option that an engine in `export.engines` would silently get wrong.
+    #[error("{engine} cannot serve a head with {option}: {why}; train without it, or take {engine} off export.engines")]
+    Engine { engine: &'static str, option: &'static str, why: &'static str },
+    /// A weight that is no number.
+    #[error("weight `{name}` holds a value that is not finite; nothing was exported")]
+    NotFinite { name: String },
+    /// Shapes that do not belong together.
+    #[error("weight `{name}`: {reason}")]
+    Weight { name: String, reason: String },
+    /// A file that is no head.
+    #[error("{path}: {reason}")]
+    File { path: PathBuf, reason: String },
+}

@@ -3,6 +3,10 @@
 //! In: a TOML file and `--set key=value` overrides. Out: a [`Recipe`], every key resolved, paths absolute.
 //! Open `load.rs` for parsing, overrides and the refusal of unknown keys.
 
+mod load;
+
+pub use load::RecipeError;
+
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -50,7 +54,7 @@ pub struct DataRecipe {
     /// Held-out sequences, never trained on.
     pub held_out: Vec<PathBuf>,
     /// Which output segments are supervised; empty means every output token.
-    pub supervise: Vec<crate::sequences::SegmentKind>,
+    pub supervise: Vec<SegmentKind>,
     /// What to do with a bad line: `skip` it (counted, reported) or `refuse` the file.
     pub on_bad: OnBad,
     /// Drop outputs that the loop detector marks.
@@ -68,6 +72,12 @@ impl Default for DataRecipe {
     }
 }
 
+/// What a stretch of the output is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SegmentKind { Reasoning, Answer, ToolCall }
+
+/// What becomes of a file with a bad line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnBad { Skip, Refuse }

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::optimizer::AdamW;
 use crate::draft::config::DraftConfig;
 use crate::draft::head::{DraftHead, HeadError};
-use crate::export::{HeadTensors, HostArray};
+use crate::draft::head::{HeadTensors, HostArray};
 use crate::recipe::Recipe;
 
 /// Why a checkpoint cannot be written or continued.

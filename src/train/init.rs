@@ -4,7 +4,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::draft::config::DraftConfig;
-use crate::export::{HeadTensors, HostArray};
+use crate::draft::head::{HeadTensors, HostArray};
 use crate::recipe::HeadInit;
 
 /// What the target lends a new head.

@@ -21,11 +21,15 @@ pub struct Captured {
     pub output_tokens: usize,
     /// Answers cut by the token cap.
     pub cut: usize,
+    /// Answers that repeat themselves, set apart.
+    pub looped: usize,
     /// A signal stopped the run; the same command goes on.
     pub interrupted: Option<i32>,
 }
 
-/// Answers every prompt that `out/train.jsonl` and `out/held_out.jsonl` do not hold yet and appends it there.
+/// Answers every prompt that the files of `out` do not hold yet and appends the answer to `train.jsonl` or
+/// `held_out.jsonl`, or to `looped.jsonl` where `is_loop` says that it repeats itself: kept, but neither trained on nor
+/// measured on.
 ///
 /// # Errors
 /// When a prompt cannot be rendered or a file cannot be written; what was captured stays.
@@ -34,12 +38,14 @@ pub fn capture(
     recipe: &CaptureRecipe,
     model: &TargetModel,
     tokenizer: &TargetTokenizer,
+    is_loop: impl Fn(&[u32]) -> bool,
     signals: &Signals,
 ) -> Result<Captured, CaptureError> {
     std::fs::create_dir_all(&recipe.out).map_err(CaptureError::io(&recipe.out))?;
     let (mut train, mut done) = Journal::open(&recipe.out.join("train.jsonl"))?;
     let (mut held_out, more) = Journal::open(&recipe.out.join("held_out.jsonl"))?;
-    done.extend(more);
+    let (mut looped, still_more) = Journal::open(&recipe.out.join("looped.jsonl"))?;
+    done.extend(more.into_iter().chain(still_more));
     let mut result = Captured { found: done.len(), ..Captured::default() };
 
     let mut requests = Vec::new();
@@ -86,7 +92,14 @@ pub fn capture(
             sampling: Some(Sampling { temperature: recipe.temperature, top_p: recipe.top_p, seed: recipe.seed }),
             segments: vec![Segment { kind: SegmentKind::Answer, start: 0, end: length }],
         };
-        let journal = if *held { &mut held_out } else { &mut train };
+        let journal = match (is_loop(&sequence.output_ids), *held) {
+            (true, _) => {
+                result.looped += 1;
+                &mut looped
+            }
+            (false, true) => &mut held_out,
+            (false, false) => &mut train,
+        };
         if let Err(error) = journal.append(&sequence) {
             failure = Some(error);
             return false;

@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use eaglet::capture::{embedded, prompts};
+use eaglet::sequences::loops::find_loop;
 use eaglet::signals::Signals;
 use eaglet::target::{TargetModel, fetch};
 use miette::{IntoDiagnostic, Result};
@@ -24,12 +25,14 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let model = TargetModel::load(&files.config, &files, &device(&recipe.target.device)?).into_diagnostic()?;
     let signals = Signals::listen().into_diagnostic()?;
     let captured =
-        embedded::capture(&prompts, &recipe.capture, &model, &tokenizer, &signals).into_diagnostic()?;
+        embedded::capture(&prompts, &recipe.capture, &model, &tokenizer, |ids| find_loop(ids).is_some(), &signals)
+            .into_diagnostic()?;
     println!(
-        "{} answers captured ({} output tokens, {} cut at the cap), {} found from before, in {}",
+        "{} answers captured ({} output tokens, {} cut at the cap, {} loops set apart), {} found from before, in {}",
         captured.captured,
         captured.output_tokens,
         captured.cut,
+        captured.looped,
         captured.found,
         recipe.capture.out.display()
     );

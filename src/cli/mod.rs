@@ -1,7 +1,12 @@
 //! The command line: one thin file per command, which wires the stages together.
 
 mod capture;
+mod evaluate;
+mod export;
+mod extract;
 mod recipe;
+mod road;
+mod train;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -24,6 +29,14 @@ struct Cli {
 enum Command {
     /// Ask the target for answers to the recipe's prompts and keep their exact tokens.
     Capture(capture::Arguments),
+    /// Run the recipe's sequences through the target and keep its hidden states.
+    Extract(extract::Arguments),
+    /// Train a draft head: sequences, states, training, export, evaluation in one go.
+    Train(train::Arguments),
+    /// Write a checkpoint of a run as the folder that engines serve.
+    Export(export::Arguments),
+    /// Measure a head's acceptance length on held-out prompts.
+    Evaluate(evaluate::Arguments),
     /// Look at recipes.
     #[command(subcommand)]
     Recipe(recipe::Command),
@@ -52,6 +65,10 @@ pub fn run() -> ExitCode {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false).init();
     let outcome = match Cli::parse().command {
         Command::Capture(arguments) => capture::run(&arguments),
+        Command::Extract(arguments) => extract::run(&arguments),
+        Command::Train(arguments) => train::run(&arguments),
+        Command::Export(arguments) => export::run(&arguments),
+        Command::Evaluate(arguments) => evaluate::run(&arguments),
         Command::Recipe(command) => recipe::run(&command),
     };
     match outcome {

@@ -1,8 +1,9 @@
 //! Evaluation: how many tokens a verification yields.
 //!
-//! In: a target, a draft head, held-out sequences. Out: acceptance lengths. Open `offline.rs` for the teacher-forced
-//! figure over captured sequences, `decode.rs` for real speculative decoding, `verify.rs` for the rule that keeps or
-//! refuses a draft, `report.rs` for the tables.
+//! In: a target, a draft head, held-out prompts. Out: acceptance lengths. Open `decode.rs` for speculative decoding,
+//! `verify.rs` for the rule that keeps or refuses a draft, `report.rs` for the measurement. The offline figure over
+//! captured sequences is `train::HeldOut`, which training evaluates itself by.
 
 pub mod decode;
+pub mod report;
 pub mod verify;

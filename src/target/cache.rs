@@ -80,6 +80,9 @@ impl KvCache {
     /// Puts a prompt's keys, rows `at..at + length` of `keys`, into a row in place of what it held.
     pub fn insert(&mut self, row: usize, keys: &LayerKeys, at: usize, length: usize) {
         self.clear(row);
+        if length == 0 {
+            return;
+        }
         if length > self.used {
             self.make_room(length - self.used);
             self.grow_used(length);
@@ -166,7 +169,8 @@ impl KvCache {
 
     /// Makes `more` columns free: squeezes unseen ones out where that pays, else grows.
     fn make_room(&mut self, more: usize) {
-        let longest = self.visible.iter().map(|row| row.iter().filter(|&&seen| seen).count()).max().unwrap_or(0);
+        // At least one, since a tensor cannot be empty; the mask hides it.
+        let longest = self.visible.iter().map(|row| row.iter().filter(|&&seen| seen).count()).max().unwrap_or(0).max(1);
         // Every step pays for every column, so half-empty ones go even when there is room.
         let sparse = self.used > 64 && self.used > longest + longest / 4 + 32;
         if !sparse && self.used + more <= self.capacity {

@@ -7,6 +7,7 @@
 pub mod cache;
 pub mod config;
 mod error;
+pub mod family;
 pub mod fetch;
 pub mod generate;
 mod gguf;

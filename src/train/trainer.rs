@@ -129,7 +129,9 @@ pub struct Trainer<'a> {
     pub held_out: HeldOut,
     /// A hash of the training sequences and the draft vocabulary.
     pub data: String,
-    /// No progress bar and no signal handlers, for tests inside one process.
+    /// Looked at between steps.
+    pub signals: &'a Signals,
+    /// No progress bar, for tests inside one process.
     pub quiet: bool,
 }
 
@@ -177,7 +179,6 @@ impl Trainer<'_> {
             .collect();
 
         let mut metrics = Metrics::open(&recipe.out, state.step).map_err(io)?;
-        let signals = if self.quiet { Signals::default() } else { Signals::listen().map_err(io)? };
         let bar = self.progress(total, state.step);
         let (begun, mut fed) = (Instant::now(), 0usize);
         let mut recent = Vec::new();
@@ -280,7 +281,7 @@ impl Trainer<'_> {
             if last || every(recipe.checkpoint_every) {
                 checkpoints.save(&head, &optimizer, &state, recipe.keep)?;
             }
-            if let (Some(signal), false) = (signals.received(), last) {
+            if let (Some(signal), false) = (self.signals.received(), last) {
                 let checkpoint = checkpoints.save(&head, &optimizer, &state, recipe.keep)?;
                 bar.abandon();
                 return Ok(Outcome::Interrupted { signal, checkpoint });

@@ -133,12 +133,12 @@ impl DraftVocab {
         &self.ids
     }
 
-    /// The target id of a draft index below [`DraftVocab::len`].
+    /// The target id of a draft index, which must be below [`DraftVocab::len`].
     pub fn to_target(&self, draft: u32) -> u32 {
         self.ids[draft as usize]
     }
 
-    /// The draft index of a target id, if it is in.
+    /// The draft index of a target id, if it is in; constant time.
     pub fn to_draft(&self, id: u32) -> Option<u32> {
         self.index.get(id as usize).copied().filter(|&draft| draft != u32::MAX)
     }
@@ -187,18 +187,57 @@ mod tests {
         assert!(matches!(DraftVocab::from_d2t(&[i64::MAX, i64::MIN], 10), Err(VocabError::D2tOutside { .. })));
     }
 
+    #[test]
+    fn the_whole_vocabulary_maps_every_id_to_itself() {
+        let (vocab, coverage) = count(&[4, 4, 9], &[true; 3], 10, &[0, 9]).unwrap();
+        assert_eq!(vocab, DraftVocab::whole(10));
+        assert_eq!((vocab.d2t(), coverage.share()), (vec![0; 10], 1.0));
+        assert_eq!((vocab.to_draft(7), vocab.to_draft(10)), (Some(7), None));
+        // No supervised token: nothing is covered, and nothing divides by zero.
+        assert_eq!(count(&[], &[], 10, &[]).unwrap().1.share(), 0.0);
+    }
+
     proptest! {
         #[test]
-        fn both_maps_agree(ids in prop::collection::vec(0u32..10, 0..30), size in 1usize..=10) {
-            let mask = vec![true; ids.len()];
-            let (vocab, _) = count(&ids, &mask, size, &[]).unwrap();
+        fn the_most_frequent_are_in_and_both_maps_agree(
+            tokens in prop::collection::vec((0u32..10, any::<bool>()), 0..40),
+            size in 1usize..=10,
+            always in prop::collection::btree_set(0u32..10, 0..4),
+        ) {
+            let (ids, mask): (Vec<u32>, Vec<bool>) = tokens.into_iter().unzip();
+            let always: Vec<u32> = always.into_iter().collect();
+            let made = count(&ids, &mask, size, &always);
+            prop_assert_eq!(made.is_err(), always.len() > size);
+            let Ok((vocab, coverage)) = made else { return Ok(()) };
             prop_assert_eq!(vocab.len(), size);
+            prop_assert!(vocab.ids().windows(2).all(|pair| pair[0] < pair[1]));
+            prop_assert!(always.iter().all(|&id| vocab.to_draft(id).is_some()));
+            // Whoever is in without being forced in comes before whoever is out, by count and then by id.
+            let seen = |id: u32| ids.iter().zip(&mask).filter(|&(&i, &m)| m && i == id).count();
+            let rank = |id: u32| (std::cmp::Reverse(seen(id)), id);
+            let chosen = vocab.ids().iter().filter(|id| !always.contains(id));
+            let last_in = chosen.map(|&id| rank(id)).max();
+            let first_out = (0..10).filter(|&id| vocab.to_draft(id).is_none()).map(rank).min();
+            if let (Some(last_in), Some(first_out)) = (last_in, first_out) {
+                prop_assert!(last_in < first_out);
+            }
+            let covered = ids.iter().zip(&mask).filter(|&(&id, &m)| m && vocab.to_draft(id).is_some()).count();
+            prop_assert_eq!(coverage, Coverage { supervised: mask.iter().filter(|&&m| m).count(), covered });
+
             prop_assert_eq!(&DraftVocab::from_d2t(&vocab.d2t(), 10).unwrap(), &vocab);
             let t2d = vocab.t2d();
             prop_assert_eq!(t2d.iter().filter(|&&x| x).count(), size);
             for draft in 0..size as u32 {
                 prop_assert_eq!(vocab.to_draft(vocab.to_target(draft)), Some(draft));
+                prop_assert_eq!(i64::from(vocab.to_target(draft)), i64::from(draft) + vocab.d2t()[draft as usize]);
                 prop_assert!(t2d[vocab.to_target(draft) as usize]);
+            }
+        }
+
+        #[test]
+        fn any_offsets_are_a_vocabulary_or_an_error(d2t in prop::collection::vec(-4i64..8, 0..6)) {
+            if let Ok(vocab) = DraftVocab::from_d2t(&d2t, 10) {
+                prop_assert_eq!(vocab.d2t(), d2t);
             }
         }
     }

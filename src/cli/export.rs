@@ -49,8 +49,10 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let saved = Checkpoints::load(&path, &config, &road.device).into_diagnostic()?;
     let folder = &recipe.export.out;
     let target_type = &road.files.config.model_type;
-    write_head(folder, &config, &vocab, &saved.head.to_tensors(), target_type, &recipe.export.engines)
-        .into_diagnostic()?;
+    let tensors = saved.head.to_tensors();
+    let written =
+        write_head(folder, &config, &vocab, &tensors, target_type, &recipe.export.engines).into_diagnostic()?;
+    written.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
     println!("{} from {}", folder.display(), path.display());
     for (engine, command) in serve::commands(&road.target_name(), folder, recipe.evaluate.k, &recipe.export.engines) {
         println!("{engine:<11} {command}");

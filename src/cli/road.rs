@@ -218,6 +218,7 @@ impl Road {
 /// A head's folder on the device.
 pub fn load_head(folder: &Path, device: &Device) -> Result<(DraftHead, DraftVocab)> {
     let read = eaglet::export::read_head(folder).into_diagnostic()?;
+    read.notes.iter().for_each(|note| tracing::info!("{}: {note}", folder.display()));
     let head = DraftHead::from_tensors(read.config, &read.tensors, device).into_diagnostic()?;
     Ok((head, read.vocab))
 }

@@ -8,7 +8,8 @@ use eaglet::draft::config::DraftConfig;
 use eaglet::draft::head::DraftHead;
 use eaglet::draft::vocab::DraftVocab;
 use eaglet::evaluate::report::DecodeReport;
-use eaglet::export::{self, serve, write_head};
+use eaglet::export::write::check_folder;
+use eaglet::export::{engines, serve, write_head};
 use eaglet::recipe::Recipe;
 use eaglet::signals::Signals;
 use eaglet::target::TargetModel;
@@ -43,7 +44,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     // Refused now, not after an hour of training.
     let road = Road::open(recipe)?;
     let mut config = road.draft_config()?;
-    export::config_json::check_engines(&config, &road.recipe.export.engines).into_diagnostic()?;
+    check_export(&road, &config)?;
     let signals = Signals::listen().into_diagnostic()?;
     let data = road.data()?;
     if data.train.is_empty() {
@@ -91,8 +92,10 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let folder = &road.recipe.export.out;
     let target_type = &road.files.config.model_type;
     let tensors = finished.head.to_tensors();
-    write_head(folder, &finished.head.config, &vocab, &tensors, target_type, &road.recipe.export.engines)
-        .into_diagnostic()?;
+    let written =
+        write_head(folder, &finished.head.config, &vocab, &tensors, target_type, &road.recipe.export.engines)
+            .into_diagnostic()?;
+    written.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
     // What is measured is what is served: the exported head, rounded to bfloat16.
     let (served, vocab) = load_head(folder, &road.device)?;
     same_logits(&finished.head, &served)?;
@@ -107,15 +110,21 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Everything that the export would refuse for its options or its place.
+fn check_export(road: &Road, config: &DraftConfig) -> Result<()> {
+    let export = &road.recipe.export;
+    engines::check_engines(config, &export.engines).into_diagnostic()?;
+    engines::check_target(config, &road.files.config.model_type, &export.engines).into_diagnostic()?;
+    check_folder(&export.out).into_diagnostic()
+}
+
 /// Makes the run folder and stores the resolved recipe in it; refuses one that holds a run nobody spoke of.
 fn prepare_folder(recipe: &Recipe, arguments: &Arguments) -> Result<()> {
     let run = &recipe.train.out;
     let checkpoints = run.join("checkpoints");
     if arguments.fresh {
-        for path in [&checkpoints, &recipe.export.out] {
-            if path.exists() {
-                std::fs::remove_dir_all(path).into_diagnostic()?;
-            }
+        if checkpoints.exists() {
+            std::fs::remove_dir_all(&checkpoints).into_diagnostic()?;
         }
         let metrics = run.join("metrics.jsonl");
         if metrics.exists() {

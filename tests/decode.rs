@@ -21,10 +21,18 @@ fn greedy_speculative_output_equals_plain_greedy_output() {
     let (head, vocab) = tiny::head(3, 40);
     let requests = requests(9, 30);
     let mut plain = vec![Vec::new(); requests.len()];
-    generate(&model, &requests, Sampler::GREEDY, 4, 1, |_| {}, |answer| {
-        plain[answer.request] = answer.output;
-        true
-    });
+    generate(
+        &model,
+        &requests,
+        Sampler::GREEDY,
+        4,
+        1,
+        |_| {},
+        |answer| {
+            plain[answer.request] = answer.output;
+            true
+        },
+    );
     assert!(plain.iter().any(|output| output.len() == 30), "some answer must be long");
     let mut kept = 0;
     for k in 1..=8 {
@@ -69,10 +77,18 @@ fn sampled_speculative_output_follows_the_target() {
     };
     let plain = |seed: u64| {
         let mut outputs = Vec::new();
-        generate(&model, &requests, sampler, 500, seed, |_| {}, |answer| {
-            outputs.push(answer.output);
-            true
-        });
+        generate(
+            &model,
+            &requests,
+            sampler,
+            500,
+            seed,
+            |_| {},
+            |answer| {
+                outputs.push(answer.output);
+                true
+            },
+        );
         count(&outputs)
     };
     let mut outputs = Vec::new();

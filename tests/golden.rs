@@ -9,8 +9,8 @@ use burn::tensor::{Device, Tensor, TensorData};
 use eaglet::draft::acceptance::ChainCounts;
 use eaglet::draft::config::DraftConfig;
 use eaglet::draft::head::DraftHead;
-use eaglet::draft::ttt::{Document, Objective, Teacher, step};
 use eaglet::draft::head::{HeadTensors, HostArray};
+use eaglet::draft::ttt::{Document, Objective, Teacher, step};
 use eaglet::recipe::LossKind;
 use eaglet::target::rope::RopeTable;
 use eaglet::target::{Rope, RopeScaling};
@@ -155,7 +155,11 @@ fn check(path: &Path) {
     let mut chains = ChainCounts::new(objective.steps);
     chains.add(&output.layout, |k, i| output.steps[k].draft_top[i] == output.steps[k].target_top[i]);
     for k in 0..objective.steps {
-        assert_eq!(chains.held[k] as f64, golden.scalar(&format!("out.full_acc_{k}_sum")), "{path:?}: hits at step {k}");
+        assert_eq!(
+            chains.held[k] as f64,
+            golden.scalar(&format!("out.full_acc_{k}_sum")),
+            "{path:?}: hits at step {k}"
+        );
         assert_eq!(counts[k] as f64, golden.scalar(&format!("out.full_acc_{k}_total")), "{path:?}: rows at step {k}");
     }
     for name in &trained {

@@ -11,11 +11,12 @@ use eaglet::target::{Message, TargetFiles, TargetModel};
 use safetensors::SafeTensors;
 
 fn weights() -> Option<TargetFiles> {
-    let place = std::env::var_os("EAGLET_SMOLLM2").map(PathBuf::from).unwrap_or_else(|| {
-        PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models/weights/smollm2-135m-instruct")
-    });
+    let place = std::env::var_os("EAGLET_SMOLLM2")
+        .map(PathBuf::from)
+        .unwrap_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models/weights/smollm2-135m-instruct"));
     let found = TargetFiles::open(&place).ok();
     if found.is_none() {
+        assert!(std::env::var_os("EAGLET_NEED_SMOLLM2").is_none(), "no SmolLM2 weights at {}", place.display());
         eprintln!("skipped: no SmolLM2 weights at {}", place.display());
     }
     found
@@ -42,9 +43,8 @@ fn smollm2_agrees_with_transformers() {
     let reference = SafeTensors::deserialize(&bytes).unwrap();
     let device = Device::flex();
     let model = TargetModel::load(&files.config, &files, &device).unwrap();
-    let documents: Vec<Vec<u32>> = (0..3)
-        .map(|n| i64s(&reference, &format!("{n}.token_ids")).iter().map(|&id| id as u32).collect())
-        .collect();
+    let documents: Vec<Vec<u32>> =
+        (0..3).map(|n| i64s(&reference, &format!("{n}.token_ids")).iter().map(|&id| id as u32).collect()).collect();
     // Packed: the first document must not see the others.
     let views: Vec<&[u32]> = documents.iter().map(Vec::as_slice).collect();
     let pass = model.prefill(&views, &[2, 15, 27]);
@@ -74,8 +74,7 @@ fn smollm2_agrees_with_transformers() {
     }
 
     // Greedy continuations, all three in one batch through the KV cache.
-    let prompts: Vec<usize> =
-        (0..3).map(|n| i64s(&reference, &format!("{n}.prompt_length"))[0] as usize).collect();
+    let prompts: Vec<usize> = (0..3).map(|n| i64s(&reference, &format!("{n}.prompt_length"))[0] as usize).collect();
     let requests: Vec<Request> = documents
         .iter()
         .zip(&prompts)
@@ -83,12 +82,20 @@ fn smollm2_agrees_with_transformers() {
         .collect();
     for batch in [3, 2] {
         let mut answers = 0;
-        generate(&model, &requests, Sampler::GREEDY, batch, 1, |_| {}, |answer| {
-            let wanted = &documents[answer.request][prompts[answer.request]..];
-            assert_eq!(answer.output, wanted, "continuation of document {}", answer.request);
-            answers += 1;
-            true
-        });
+        generate(
+            &model,
+            &requests,
+            Sampler::GREEDY,
+            batch,
+            1,
+            |_| {},
+            |answer| {
+                let wanted = &documents[answer.request][prompts[answer.request]..];
+                assert_eq!(answer.output, wanted, "continuation of document {}", answer.request);
+                answers += 1;
+                true
+            },
+        );
         assert_eq!(answers, 3);
     }
 }
@@ -104,8 +111,7 @@ fn the_gguf_tokenizer_writes_the_reference_prompts() {
     for n in 0..3 {
         let message = Message { role: "user".into(), content: facts[&format!("prompt{n}")].clone() };
         let length = i64s(&reference, &format!("{n}.prompt_length"))[0] as usize;
-        let ids: Vec<u32> =
-            i64s(&reference, &format!("{n}.token_ids"))[..length].iter().map(|&id| id as u32).collect();
+        let ids: Vec<u32> = i64s(&reference, &format!("{n}.token_ids"))[..length].iter().map(|&id| id as u32).collect();
         assert_eq!(tokenizer.prompt_ids(std::slice::from_ref(&message)).unwrap(), ids, "prompt {n}");
         assert_eq!(tokenizer.decode(&ids).unwrap(), tokenizer.render(&[message]).unwrap());
     }

@@ -127,7 +127,8 @@ fn a_trained_head_is_a_start_for_another_run_and_is_evaluated() {
     let recipe = tiny::write_project(folder.path(), 8);
     let first = run(&recipe, &["--set", "train.max_steps=4"]);
     assert!(first.status.success(), "{}", text(&first));
-    let more = run(&recipe, &["--set", "train.init_from=run/head", "--set", "train.out=more", "--set", "train.max_steps=2"]);
+    let more =
+        run(&recipe, &["--set", "train.init_from=run/head", "--set", "train.out=more", "--set", "train.max_steps=2"]);
     assert!(more.status.success() && text(&more).contains("starting from"), "{}", text(&more));
 
     let recipe = recipe.to_str().unwrap();
@@ -144,9 +145,10 @@ fn a_trained_head_is_a_start_for_another_run_and_is_evaluated() {
     }
     assert!(json["offline"]["all"]["rows"].as_u64().unwrap() > 0);
 
-    let exported = tiny::eaglet(&["export", "--recipe", recipe, "--set", "export.out=again", "--set", "train.max_steps=4"])
-        .output()
-        .unwrap();
+    let exported =
+        tiny::eaglet(&["export", "--recipe", recipe, "--set", "export.out=again", "--set", "train.max_steps=4"])
+            .output()
+            .unwrap();
     assert!(exported.status.success(), "{}", text(&exported));
     let read = |name: &str| std::fs::read(folder.path().join("run").join(name).join("model.safetensors")).unwrap();
     assert!(read("head") == read("again"));
@@ -185,13 +187,25 @@ fn capture_answers_each_prompt_once() {
     let folder = tempfile::tempdir().unwrap();
     let recipe = tiny::write_project(folder.path(), 4);
     let prompt = |i: usize| {
-        format!("{{\"id\":\"p{i}\",\"dataset\":\"d\",\"messages\":[{{\"role\":\"user\",\"content\":\"w{} w7\"}}]}}\n", i + 3)
+        format!(
+            "{{\"id\":\"p{i}\",\"dataset\":\"d\",\"messages\":[{{\"role\":\"user\",\"content\":\"w{} w7\"}}]}}\n",
+            i + 3
+        )
     };
     std::fs::write(folder.path().join("prompts.jsonl"), (0..12).map(prompt).collect::<String>()).unwrap();
     let capture = || {
         let arguments = [
-            "capture", "--recipe", recipe.to_str().unwrap(), "--set", "capture.prompts=[\"prompts.jsonl\"]",
-            "--set", "capture.max_tokens=9", "--set", "capture.held_out_share=0.3", "--set", "capture.batch=5",
+            "capture",
+            "--recipe",
+            recipe.to_str().unwrap(),
+            "--set",
+            "capture.prompts=[\"prompts.jsonl\"]",
+            "--set",
+            "capture.max_tokens=9",
+            "--set",
+            "capture.held_out_share=0.3",
+            "--set",
+            "capture.batch=5",
         ];
         let output = tiny::eaglet(&arguments).output().unwrap();
         assert!(output.status.success(), "{}", text(&output));

@@ -6,9 +6,9 @@ use super::journal::Journal;
 use super::prompts::Prompt;
 use super::{CaptureError, Sampling, Segment, Sequence};
 use crate::recipe::{CaptureRecipe, SegmentKind};
+use crate::signals::Signals;
 use crate::target::generate::{Request, Sampler, generate};
 use crate::target::{TargetModel, TargetTokenizer};
-use crate::signals::Signals;
 
 /// What a capture did.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -109,7 +109,12 @@ pub fn capture(
         result.cut += usize::from(!answer.stopped);
         bar.inc(1);
         if bar.is_hidden() && result.captured % 50 == 0 {
-            tracing::info!("captured {} of {} answers, {} tokens", result.captured, requests.len(), result.output_tokens);
+            tracing::info!(
+                "captured {} of {} answers, {} tokens",
+                result.captured,
+                requests.len(),
+                result.output_tokens
+            );
         }
         result.interrupted = signals.received();
         result.interrupted.is_none()

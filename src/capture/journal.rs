@@ -19,7 +19,8 @@ impl Journal {
     /// # Errors
     /// When a line before the last is not a sequence: then it was not a kill, and nothing is touched.
     pub fn open(path: &Path) -> Result<(Self, HashSet<String>), CaptureError> {
-        let mut file = OpenOptions::new().read(true).append(true).create(true).open(path).map_err(CaptureError::io(path))?;
+        let mut file =
+            OpenOptions::new().read(true).append(true).create(true).open(path).map_err(CaptureError::io(path))?;
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).map_err(CaptureError::io(path))?;
         let whole = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |at| at + 1);

@@ -16,11 +16,19 @@ use crate::recipe::SegmentKind;
 
 /// Output tokens `start..end` are of one kind. Segments tile the output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Segment { pub kind: SegmentKind, pub start: usize, pub end: usize }
+pub struct Segment {
+    pub kind: SegmentKind,
+    pub start: usize,
+    pub end: usize,
+}
 
 /// How the output was drawn.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Sampling { pub temperature: f64, pub top_p: f64, pub seed: u64 }
+pub struct Sampling {
+    pub temperature: f64,
+    pub top_p: f64,
+    pub seed: u64,
+}
 
 /// One prompt and the answer a target gave, as the exact ids it saw and sampled (stop token included).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -70,7 +70,9 @@ fn files(path: &Path) -> Result<Vec<PathBuf>, CaptureError> {
 fn check(prompt: &Prompt) -> Result<(), String> {
     match prompt.messages.last() {
         None => return Err("no messages".into()),
-        Some(last) if last.role == "assistant" => return Err("the last turn is the assistant's; nothing to answer".into()),
+        Some(last) if last.role == "assistant" => {
+            return Err("the last turn is the assistant's; nothing to answer".into());
+        }
         Some(_) => {}
     }
     let known = |role: &str| matches!(role, "system" | "user" | "assistant" | "tool");

@@ -24,9 +24,11 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let road = Road::open(arguments.recipe.load()?)?;
     let recipe = &road.recipe;
     let newest = || Checkpoints::new(&recipe.train.out).newest();
-    let path = arguments.checkpoint.clone().or_else(newest).ok_or_else(|| {
-        miette!(help = "train first", "no checkpoint under {}", recipe.train.out.display())
-    })?;
+    let path = arguments
+        .checkpoint
+        .clone()
+        .or_else(newest)
+        .ok_or_else(|| miette!(help = "train first", "no checkpoint under {}", recipe.train.out.display()))?;
     let (vocab, config) = match &recipe.train.init_from {
         Some(folder) => {
             let (head, vocab) = super::road::load_head(folder, &road.device)?;

@@ -87,7 +87,8 @@ impl Road {
 
     /// Extracts the states that the store lacks.
     pub fn extract(&self, model: &TargetModel, sequences: &[&TrainSequence], signals: &Signals) -> Result<Extracted> {
-        let done = extract(model, &self.store, sequences, self.recipe.features.batch_tokens, signals).into_diagnostic()?;
+        let done =
+            extract(model, &self.store, sequences, self.recipe.features.batch_tokens, signals).into_diagnostic()?;
         eprintln!(
             "states: {} sequences extracted ({} tokens in {:.0} s), {} found, in {}",
             done.extracted,

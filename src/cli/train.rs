@@ -62,8 +62,11 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let head = match start {
         Some(head) => head,
         None => {
-            let lent =
-                Lent { head_rows: &host_rows(teacher.head_rows.clone()), norm: &host_rows(teacher.norm.clone()), layer: lent_layer(&road)? };
+            let lent = Lent {
+                head_rows: &host_rows(teacher.head_rows.clone()),
+                norm: &host_rows(teacher.norm.clone()),
+                layer: lent_layer(&road)?,
+            };
             let tensors = new_head(&config, road.recipe.draft.head_init, &lent, road.recipe.train.seed);
             DraftHead::from_tensors(config, &tensors, &road.device).into_diagnostic()?
         }
@@ -92,9 +95,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let folder = &road.recipe.export.out;
     let target_type = &road.files.config.model_type;
     let tensors = finished.head.to_tensors();
-    let written =
-        write_head(folder, &finished.head.config, &vocab, &tensors, target_type, &road.recipe.export.engines)
-            .into_diagnostic()?;
+    let written = write_head(folder, &finished.head.config, &vocab, &tensors, target_type, &road.recipe.export.engines)
+        .into_diagnostic()?;
     written.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
     // What is measured is what is served: the exported head, rounded to bfloat16.
     let (served, vocab) = load_head(folder, &road.device)?;
@@ -209,8 +211,7 @@ fn summary(
     json: bool,
 ) -> Result<()> {
     let recipe = &road.recipe;
-    let commands =
-        serve::commands(&road.target_name(), &recipe.export.out, recipe.evaluate.k, &recipe.export.engines);
+    let commands = serve::commands(&road.target_name(), &recipe.export.out, recipe.evaluate.k, &recipe.export.engines);
     let seconds = begun.elapsed().as_secs_f64();
     if json {
         let value = serde_json::json!({
@@ -235,7 +236,12 @@ fn summary(
     }
     if let Some(report) = decoded {
         println!("decoded     {report}");
-        println!("acceptance length {:.3} (k = {}, greedy = {})", report.acceptance_length, report.k, report.temperature <= 0.0);
+        println!(
+            "acceptance length {:.3} (k = {}, greedy = {})",
+            report.acceptance_length,
+            report.k,
+            report.temperature <= 0.0
+        );
     }
     println!("head        {}", recipe.export.out.display());
     for (engine, command) in commands {

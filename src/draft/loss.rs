@@ -157,7 +157,14 @@ fn softmax_with_log_sum(logits: Tensor<2>) -> (Tensor<2>, Tensor<2>, Tensor<2, I
 }
 
 fn to_ids(index: Tensor<2, Int>) -> Vec<u32> {
-    index.into_data().convert::<i64>().try_to_vec::<i64>().expect("indices are integers").iter().map(|&i| i as u32).collect()
+    index
+        .into_data()
+        .convert::<i64>()
+        .try_to_vec::<i64>()
+        .expect("indices are integers")
+        .iter()
+        .map(|&i| i as u32)
+        .collect()
 }
 
 /// A host list of row numbers as an index tensor.

@@ -333,7 +333,8 @@ fn attention_inputs<'a>(
     documents: &'a [DocumentRows],
     heads: Heads,
 ) -> AttentionInputs<'a> {
-    let mut kv: Vec<_> = taken.iter().map(|t| &t.projected).chain([current]).map(|p| (plain(p.k.clone()), plain(p.v.clone()))).collect();
+    let mut kv: Vec<_> =
+        taken.iter().map(|t| &t.projected).chain([current]).map(|p| (plain(p.k.clone()), plain(p.v.clone()))).collect();
     let (k0, v0) = kv.remove(0);
     AttentionInputs { q: plain(current.q.clone()), k0, v0, later: kv, documents, heads }
 }
@@ -365,7 +366,12 @@ fn add_pair(sum: &mut Option<(Tensor<2>, Tensor<2>)>, (dk, dv): (Tensor<2>, Tens
 }
 
 /// The aux states of all rows, `[rows, width]`.
-fn gather_rows(documents: &[Document], layout: &Layout, of: impl Fn(&Document) -> &Vec<f32>, device: &Device) -> Tensor<2> {
+fn gather_rows(
+    documents: &[Document],
+    layout: &Layout,
+    of: impl Fn(&Document) -> &Vec<f32>,
+    device: &Device,
+) -> Tensor<2> {
     let mut data = Vec::new();
     let mut rows = 0;
     for (document, at) in documents.iter().zip(&layout.documents) {

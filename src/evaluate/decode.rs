@@ -78,13 +78,7 @@ struct Live {
 
 impl Speculator<'_> {
     /// Answers every request, `batch` at a time; the order is that of finishing. `each` returns false to stop early.
-    pub fn decode(
-        &self,
-        requests: &[Request],
-        batch: usize,
-        seed: u64,
-        mut each: impl FnMut(Answer, Counts) -> bool,
-    ) {
+    pub fn decode(&self, requests: &[Request], batch: usize, seed: u64, mut each: impl FnMut(Answer, Counts) -> bool) {
         let (model, head, k) = (self.model, self.head, self.k);
         let device = model.device();
         let (target, draft) = (&model.config, &head.config);
@@ -128,7 +122,8 @@ impl Speculator<'_> {
                     let feature = fused.clone().narrow(0, ends[i] - 1, 1);
                     features = features.slice_assign([row * width..row * width + 1, 0..draft.hidden_size], feature);
                     let mut rng = stream(seed, &requests[request].name);
-                    let token = self.sampler.draw(&logits[i * target.vocab_size..(i + 1) * target.vocab_size], &mut rng);
+                    let token =
+                        self.sampler.draw(&logits[i * target.vocab_size..(i + 1) * target.vocab_size], &mut rng);
                     let counts = Counts::new(k);
                     live[row] = Some(Live { request, output: vec![token], rng, counts, fresh: vec![token] });
                 }

@@ -92,12 +92,20 @@ pub fn decode(
     if compare {
         let (mut tokens, mut identical) = (0, 0);
         let begun = Instant::now();
-        generate(speculator.model, &requests, speculator.sampler, batch, seed, |_| {}, |answer| {
-            tokens += answer.output.len();
-            identical += usize::from(answer.output == outputs[answer.request]);
-            progress();
-            true
-        });
+        generate(
+            speculator.model,
+            &requests,
+            speculator.sampler,
+            batch,
+            seed,
+            |_| {},
+            |answer| {
+                tokens += answer.output.len();
+                identical += usize::from(answer.output == outputs[answer.request]);
+                progress();
+                true
+            },
+        );
         report.tokens_per_second_without = Some(tokens as f64 / begun.elapsed().as_secs_f64());
         report.identical_outputs = (speculator.sampler.temperature <= 0.0).then_some(identical);
     }
@@ -109,7 +117,8 @@ impl fmt::Display for DecodeReport {
         let how = if self.temperature <= 0.0 { "greedy".into() } else { format!("temperature {}", self.temperature) };
         writeln!(f, "speculative decoding, k = {}, {how}, {} held-out prompts", self.k, self.prompts)?;
         writeln!(f, "  {:<18} {:>10}  {:>7}  kept at each position", "dataset", "acceptance", "rounds")?;
-        let positions = |shares: &[f64]| shares.iter().map(|p| format!("{:.0}%", p * 100.0)).collect::<Vec<_>>().join(" ");
+        let positions =
+            |shares: &[f64]| shares.iter().map(|p| format!("{:.0}%", p * 100.0)).collect::<Vec<_>>().join(" ");
         for (name, dataset) in &self.datasets {
             let shares = positions(&dataset.per_position);
             writeln!(f, "  {name:<18} {:>10.3}  {:>7}  {shares}", dataset.acceptance_length, dataset.rounds)?;

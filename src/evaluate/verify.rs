@@ -69,8 +69,7 @@ mod tests {
         for _ in 0..trials {
             let d0 = pick(&q0, &mut rng);
             let d1 = pick(&q1(d0), &mut rng);
-            let verdict =
-                sampled(&[d0, d1], &[p0.clone(), p1(d0), vec![0.25; 4]], &[q0.clone(), q1(d0)], &mut rng);
+            let verdict = sampled(&[d0, d1], &[p0.clone(), p1(d0), vec![0.25; 4]], &[q0.clone(), q1(d0)], &mut rng);
             let tokens: Vec<u32> = [d0, d1][..verdict.accepted].iter().copied().chain([verdict.next]).collect();
             first[tokens[0] as usize] += 1;
             if let Some(&token) = tokens.get(1) {

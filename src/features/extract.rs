@@ -3,9 +3,9 @@
 use burn::tensor::Tensor;
 use indicatif::{ProgressBar, ProgressStyle};
 
+use super::FeaturesError;
 use super::file::States;
 use super::store::FeatureStore;
-use super::FeaturesError;
 use crate::sequences::TrainSequence;
 use crate::signals::Signals;
 use crate::target::TargetModel;

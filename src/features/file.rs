@@ -105,9 +105,13 @@ fn parse(bytes: &[u8]) -> Result<States, String> {
         return Err(format!("{tokens} states for {} tokens", token_ids.len()));
     }
     if slots < 2 || hidden == 0 {
-        return Err(format!("`hidden_states` has shape {:?}: a fused layer and the last are the least", states.shape()));
+        return Err(format!(
+            "`hidden_states` has shape {:?}: a fused layer and the last are the least",
+            states.shape()
+        ));
     }
-    let data = floats(states.dtype(), states.data()).ok_or_else(|| format!("`hidden_states` in {:?}", states.dtype()))?;
+    let data =
+        floats(states.dtype(), states.data()).ok_or_else(|| format!("`hidden_states` in {:?}", states.dtype()))?;
     if let Some(at) = data.iter().position(|x| !x.is_finite()) {
         let (token, slot) = (at / (slots * hidden), at / hidden % slots);
         return Err(format!("a value that is not finite at token {token}, slot {slot}"));

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use safetensors::Dtype;
 use sha2::{Digest, Sha256};
 
-use super::file::{self, States};
 use super::FeaturesError;
+use super::file::{self, States};
 use crate::recipe::FeaturesRecipe;
 use crate::sequences::TrainSequence;
 use crate::target::TargetConfig;
@@ -93,7 +93,13 @@ impl FeatureStore {
         }
         if (states.slots, states.hidden) != (self.slots(), self.hidden) {
             let shape = (states.slots, states.hidden);
-            return fail(format!("[T, {}, {}] states where [T, {}, {}] are due", shape.0, shape.1, self.slots(), self.hidden));
+            return fail(format!(
+                "[T, {}, {}] states where [T, {}, {}] are due",
+                shape.0,
+                shape.1,
+                self.slots(),
+                self.hidden
+            ));
         }
         Ok(states)
     }

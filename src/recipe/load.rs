@@ -79,14 +79,15 @@ impl Recipe {
             let checked: Result<Self, _> = table.clone().try_into();
             checked.map_err(|e| RecipeError::Toml { place, reason: e.message().to_string() })?;
         }
-        let mut recipe: Self =
-            table.try_into().map_err(|e: toml::de::Error| RecipeError::Toml { place: name.into(), reason: e.message().to_string() })?;
-        recipe.check(&|key| {
-            match overrides.iter().rfind(|o| o.split('=').next().is_some_and(|k| k.trim() == key)) {
+        let mut recipe: Self = table
+            .try_into()
+            .map_err(|e: toml::de::Error| RecipeError::Toml { place: name.into(), reason: e.message().to_string() })?;
+        recipe.check(
+            &|key| match overrides.iter().rfind(|o| o.split('=').next().is_some_and(|k| k.trim() == key)) {
                 Some(given) => format!("--set {given}"),
                 None => place_of(key),
-            }
-        })?;
+            },
+        )?;
         recipe.resolve(base);
         Ok(recipe)
     }
@@ -121,36 +122,101 @@ impl Recipe {
         };
         rule(device, "target.device", target.device.clone(), "it must be `flex`, `cuda` or `cuda:0`, `cuda:1`, ...")?;
         rule(data.max_length >= 2, "data.max_length", data.max_length.to_string(), "it must be at least 2")?;
-        rule(not_negative(capture.temperature), "capture.temperature", capture.temperature.to_string(), "it must be 0 (greedy) or more")?;
-        rule(positive(capture.top_p) && capture.top_p <= 1.0, "capture.top_p", capture.top_p.to_string(), "it must be above 0 and at most 1")?;
+        rule(
+            not_negative(capture.temperature),
+            "capture.temperature",
+            capture.temperature.to_string(),
+            "it must be 0 (greedy) or more",
+        )?;
+        rule(
+            positive(capture.top_p) && capture.top_p <= 1.0,
+            "capture.top_p",
+            capture.top_p.to_string(),
+            "it must be above 0 and at most 1",
+        )?;
         rule(capture.max_tokens > 0, "capture.max_tokens", "0".into(), "it must be at least 1")?;
         rule(capture.batch > 0, "capture.batch", "0".into(), "it must be at least 1")?;
         rule(capture.samples > 0, "capture.samples", "0".into(), "it must be at least 1")?;
-        rule(share(capture.held_out_share), "capture.held_out_share", capture.held_out_share.to_string(), "it is a share, from 0 to 1")?;
-        rule(features.layers.windows(2).all(|w| w[0] < w[1]), "features.layers", format!("{:?}", features.layers), "layers must ascend, each once")?;
+        rule(
+            share(capture.held_out_share),
+            "capture.held_out_share",
+            capture.held_out_share.to_string(),
+            "it is a share, from 0 to 1",
+        )?;
+        rule(
+            features.layers.windows(2).all(|w| w[0] < w[1]),
+            "features.layers",
+            format!("{:?}", features.layers),
+            "layers must ascend, each once",
+        )?;
         rule(features.batch_tokens > 0, "features.batch_tokens", "0".into(), "it must be at least 1")?;
-        rule(matches!(features.dtype.as_str(), "f32" | "bf16" | "f16"), "features.dtype", features.dtype.clone(), "it must be `f32`, `bf16` or `f16`")?;
+        rule(
+            matches!(features.dtype.as_str(), "f32" | "bf16" | "f16"),
+            "features.dtype",
+            features.dtype.clone(),
+            "it must be `f32`, `bf16` or `f16`",
+        )?;
         rule(draft.vocab_size > 0, "draft.vocab_size", "0".into(), "it must be at least 1")?;
-        rule((1..=8).contains(&train.ttt_steps), "train.ttt_steps", train.ttt_steps.to_string(), "it must be from 1 to 8")?;
-        rule(positive(train.step_decay) && train.step_decay <= 1.0, "train.step_decay", train.step_decay.to_string(), "it must be above 0 and at most 1")?;
+        rule(
+            (1..=8).contains(&train.ttt_steps),
+            "train.ttt_steps",
+            train.ttt_steps.to_string(),
+            "it must be from 1 to 8",
+        )?;
+        rule(
+            positive(train.step_decay) && train.step_decay <= 1.0,
+            "train.step_decay",
+            train.step_decay.to_string(),
+            "it must be above 0 and at most 1",
+        )?;
         rule(train.epochs > 0, "train.epochs", "0".into(), "it must be at least 1")?;
         rule(train.pack_tokens > 0, "train.pack_tokens", "0".into(), "it must be at least 1")?;
         rule(train.accumulate > 0, "train.accumulate", "0".into(), "it must be at least 1")?;
         rule(positive(train.lr), "train.lr", train.lr.to_string(), "it must be above 0")?;
         rule(share(train.warmup), "train.warmup", train.warmup.to_string(), "it is a share of the steps, from 0 to 1")?;
-        rule(share(train.final_lr_share), "train.final_lr_share", train.final_lr_share.to_string(), "it is a share of train.lr, from 0 to 1")?;
-        rule(not_negative(train.beta1) && train.beta1 < 1.0, "train.beta1", train.beta1.to_string(), "it must be from 0 to below 1")?;
-        rule(not_negative(train.beta2) && train.beta2 < 1.0, "train.beta2", train.beta2.to_string(), "it must be from 0 to below 1")?;
+        rule(
+            share(train.final_lr_share),
+            "train.final_lr_share",
+            train.final_lr_share.to_string(),
+            "it is a share of train.lr, from 0 to 1",
+        )?;
+        rule(
+            not_negative(train.beta1) && train.beta1 < 1.0,
+            "train.beta1",
+            train.beta1.to_string(),
+            "it must be from 0 to below 1",
+        )?;
+        rule(
+            not_negative(train.beta2) && train.beta2 < 1.0,
+            "train.beta2",
+            train.beta2.to_string(),
+            "it must be from 0 to below 1",
+        )?;
         rule(positive(train.eps), "train.eps", train.eps.to_string(), "it must be above 0")?;
-        rule(not_negative(train.weight_decay), "train.weight_decay", train.weight_decay.to_string(), "it must be 0 or more")?;
+        rule(
+            not_negative(train.weight_decay),
+            "train.weight_decay",
+            train.weight_decay.to_string(),
+            "it must be 0 or more",
+        )?;
         rule(not_negative(train.clip), "train.clip", train.clip.to_string(), "it must be 0 (no clipping) or more")?;
         rule(train.keep > 0, "train.keep", "0".into(), "at least one checkpoint must be kept to resume from")?;
         let engine = export.engines.iter().find(|e| !matches!(e.as_str(), "vllm" | "sglang" | "llama.cpp"));
-        rule(engine.is_none(), "export.engines", format!("{engine:?}"), "engines are `vllm`, `sglang` and `llama.cpp`")?;
+        rule(
+            engine.is_none(),
+            "export.engines",
+            format!("{engine:?}"),
+            "engines are `vllm`, `sglang` and `llama.cpp`",
+        )?;
         rule((1..=8).contains(&evaluate.k), "evaluate.k", evaluate.k.to_string(), "it must be from 1 to 8")?;
         rule(evaluate.max_tokens > 0, "evaluate.max_tokens", "0".into(), "it must be at least 1")?;
         rule(evaluate.batch > 0, "evaluate.batch", "0".into(), "it must be at least 1")?;
-        rule(not_negative(evaluate.temperature), "evaluate.temperature", evaluate.temperature.to_string(), "it must be 0 (greedy) or more")
+        rule(
+            not_negative(evaluate.temperature),
+            "evaluate.temperature",
+            evaluate.temperature.to_string(),
+            "it must be 0 (greedy) or more",
+        )
     }
 }
 
@@ -180,7 +246,8 @@ fn check_keys(table: &Table, known: &[String], place: &dyn Fn(&str) -> String) -
             return unknown(section.clone(), known);
         };
         if !known.iter().any(|key| key.starts_with(&prefix)) {
-            let mut sections: Vec<String> = known.iter().filter_map(|k| k.split('.').next()).map(str::to_string).collect();
+            let mut sections: Vec<String> =
+                known.iter().filter_map(|k| k.split('.').next()).map(str::to_string).collect();
             sections.dedup();
             return unknown(section.clone(), &sections);
         }
@@ -283,7 +350,11 @@ mod tests {
     fn unknown_keys_are_refused_with_the_nearest_and_the_line() {
         for (text, sets, says) in [
             ("[train]\n\nlearning_rat = 1", &[][..], "r.toml:3: unknown key `train.learning_rat`"),
-            ("[train]\nttt_step = 1", &[], "r.toml:2: unknown key `train.ttt_step`; the nearest known one is `train.ttt_steps`"),
+            (
+                "[train]\nttt_step = 1",
+                &[],
+                "r.toml:2: unknown key `train.ttt_step`; the nearest known one is `train.ttt_steps`",
+            ),
             ("lr = 1", &[], "the nearest known one is `train.lr`"),
             ("[trian]\nlr = 1", &[], "r.toml:1: unknown key `trian`; the nearest known one is `train`"),
             ("", &["train.l=1"], "--set train.l=1: unknown key `train.l`; the nearest known one is `train.lr`"),

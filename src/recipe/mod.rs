@@ -68,19 +68,35 @@ pub struct DataRecipe {
 }
 impl Default for DataRecipe {
     fn default() -> Self {
-        Self { train: vec![], held_out: vec![], supervise: vec![], on_bad: OnBad::Skip, drop_loops: true, max_length: 2048, max_tokens: 0, max_held_out_tokens: 0 }
+        Self {
+            train: vec![],
+            held_out: vec![],
+            supervise: vec![],
+            on_bad: OnBad::Skip,
+            drop_loops: true,
+            max_length: 2048,
+            max_tokens: 0,
+            max_held_out_tokens: 0,
+        }
     }
 }
 
 /// What a stretch of the output is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum SegmentKind { Reasoning, Answer, ToolCall }
+pub enum SegmentKind {
+    Reasoning,
+    Answer,
+    ToolCall,
+}
 
 /// What becomes of a file with a bad line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum OnBad { Skip, Refuse }
+pub enum OnBad {
+    Skip,
+    Refuse,
+}
 
 /// How prompts become captured sequences with the embedded engine (`eaglet capture`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -104,7 +120,17 @@ pub struct CaptureRecipe {
 }
 impl Default for CaptureRecipe {
     fn default() -> Self {
-        Self { prompts: vec![], out: "capture".into(), temperature: 0.7, top_p: 1.0, max_tokens: 512, samples: 1, batch: 48, held_out_share: 0.1, seed: 1 }
+        Self {
+            prompts: vec![],
+            out: "capture".into(),
+            temperature: 0.7,
+            top_p: 1.0,
+            max_tokens: 512,
+            samples: 1,
+            batch: 48,
+            held_out_share: 0.1,
+            seed: 1,
+        }
     }
 }
 
@@ -153,17 +179,37 @@ pub struct DraftRecipe {
 }
 impl Default for DraftRecipe {
     fn default() -> Self {
-        Self { vocab_size: 8192, intermediate_size: 0, num_attention_heads: 0, num_key_value_heads: 0, head_dim: 0, norm_before_residual: false, norm_before_fc: false, fc_norm: false, norm_output: false, head_init: HeadInit::Target, train_head: true }
+        Self {
+            vocab_size: 8192,
+            intermediate_size: 0,
+            num_attention_heads: 0,
+            num_key_value_heads: 0,
+            head_dim: 0,
+            norm_before_residual: false,
+            norm_before_fc: false,
+            fc_norm: false,
+            norm_output: false,
+            head_init: HeadInit::Target,
+            train_head: true,
+        }
     }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum HeadInit { Target, Random }
+pub enum HeadInit {
+    Target,
+    Random,
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum LossKind { KlDiv, Ce, Nla, LkHybrid }
+pub enum LossKind {
+    KlDiv,
+    Ce,
+    Nla,
+    LkHybrid,
+}
 
 /// Training.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -207,7 +253,29 @@ pub struct TrainRecipe {
 }
 impl Default for TrainRecipe {
     fn default() -> Self {
-        Self { out: "run".into(), init_from: None, loss: LossKind::KlDiv, ttt_steps: 4, step_decay: 0.8, epochs: 1, max_steps: 0, pack_tokens: 1024, accumulate: 1, lr: 1e-3, warmup: 0.04, final_lr_share: 0.0, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0, clip: 1.0, seed: 1, evaluate_every: 0, checkpoint_every: 100, keep: 2 }
+        Self {
+            out: "run".into(),
+            init_from: None,
+            loss: LossKind::KlDiv,
+            ttt_steps: 4,
+            step_decay: 0.8,
+            epochs: 1,
+            max_steps: 0,
+            pack_tokens: 1024,
+            accumulate: 1,
+            lr: 1e-3,
+            warmup: 0.04,
+            final_lr_share: 0.0,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.0,
+            clip: 1.0,
+            seed: 1,
+            evaluate_every: 0,
+            checkpoint_every: 100,
+            keep: 2,
+        }
     }
 }
 

@@ -99,12 +99,10 @@ mod tests {
         let quoted: Vec<u32> = [prose(60), quote.clone(), prose(20), quote].concat();
         assert_eq!(find_loop(&quoted), None);
         // Two hundred numbers, digit by digit: "101, 102, 103, ..."
-        let numbers: Vec<u32> =
-            (101..301u32).flat_map(|n| [n / 100, n / 10 % 10, n % 10, 11, 12]).collect();
+        let numbers: Vec<u32> = (101..301u32).flat_map(|n| [n / 100, n / 10 % 10, n % 10, 11, 12]).collect();
         assert_eq!(find_loop(&numbers), None);
         // Code: each line opens with the same indentation and calls the same function on other names.
-        let code: Vec<u32> =
-            (0..60u32).flat_map(|n| [1, 1, 20, 21, 100 + n, 22, 300 + n * 7 % 50, 23, 2]).collect();
+        let code: Vec<u32> = (0..60u32).flat_map(|n| [1, 1, 20, 21, 100 + n, 22, 300 + n * 7 % 50, 23, 2]).collect();
         assert_eq!(find_loop(&code), None);
         // A short divider line.
         let divider: Vec<u32> = [prose(40), vec![5; 30], prose(40)].concat();

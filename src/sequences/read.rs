@@ -112,7 +112,8 @@ impl fmt::Display for ReadReport {
         write!(f, "{} sequences, {} tokens, {} supervised", self.sequences, self.tokens, self.supervised)?;
         let verb = if self.loops_dropped { "dropped" } else { "kept" };
         write!(f, "; {} loops {verb}, {} cut, {} left off", self.loops, self.cut, self.left_off)?;
-        let all = [Bad::Torn, Bad::OutsideVocabulary, Bad::Segments, Bad::MaskLength, Bad::NothingSupervised, Bad::Duplicate];
+        let all =
+            [Bad::Torn, Bad::OutsideVocabulary, Bad::Segments, Bad::MaskLength, Bad::NothingSupervised, Bad::Duplicate];
         write!(f, "; bad lines:")?;
         for (i, bad) in all.iter().enumerate() {
             write!(f, "{} {} {bad}", if i == 0 { "" } else { "," }, self.bad.get(bad).unwrap_or(&0))?;
@@ -136,7 +137,11 @@ pub fn read(paths: &[PathBuf], options: &ReadOptions) -> Result<(Vec<TrainSequen
     };
     for path in paths {
         for file in files(path)? {
-            if file.extension().is_some_and(|e| e == "parquet") { reader.parquet(&file)? } else { reader.jsonl(&file)? }
+            if file.extension().is_some_and(|e| e == "parquet") {
+                reader.parquet(&file)?
+            } else {
+                reader.jsonl(&file)?
+            }
         }
     }
     Ok((reader.taken, reader.report))
@@ -192,7 +197,8 @@ impl Reader<'_> {
     }
 
     fn parquet(&mut self, path: &Path) -> Result<(), ReadError> {
-        let fail = |e: parquet::errors::ParquetError| ReadError::Parquet { path: path.to_path_buf(), reason: e.to_string() };
+        let fail =
+            |e: parquet::errors::ParquetError| ReadError::Parquet { path: path.to_path_buf(), reason: e.to_string() };
         let file = File::open(path).map_err(|source| ReadError::Io { path: path.to_path_buf(), source })?;
         let reader = SerializedFileReader::new(file).map_err(fail)?;
         for (i, row) in reader.get_row_iter(None).map_err(fail)?.enumerate() {
@@ -279,7 +285,9 @@ fn parse_line(line: &[u8], path: &Path, number: usize, supervise: &[SegmentKind]
     let list = |key: &str| {
         let list = value.get(key).and_then(Value::as_array).ok_or_else(|| torn(format!("no list `{key}`")))?;
         let number = |v: &Value| v.as_u64().or_else(|| v.as_bool().map(u64::from)).and_then(|n| u32::try_from(n).ok());
-        list.iter().map(|v| number(v).ok_or_else(|| torn(format!("`{key}` holds {v}")))).collect::<Result<Vec<u32>, _>>()
+        list.iter()
+            .map(|v| number(v).ok_or_else(|| torn(format!("`{key}` holds {v}"))))
+            .collect::<Result<Vec<u32>, _>>()
     };
     let text = |key: &str| value.get(key).and_then(Value::as_str).map(str::to_string);
     Ok(masked(list("input_ids")?, &list("loss_mask")?, text("id"), text("dataset"), path, number))
@@ -368,7 +376,14 @@ mod tests {
     use proptest::prelude::*;
 
     fn options() -> ReadOptions {
-        ReadOptions { vocab_size: 100, supervise: vec![], on_bad: OnBad::Skip, drop_loops: true, max_length: 64, max_tokens: 0 }
+        ReadOptions {
+            vocab_size: 100,
+            supervise: vec![],
+            on_bad: OnBad::Skip,
+            drop_loops: true,
+            max_length: 64,
+            max_tokens: 0,
+        }
     }
 
     fn read_text(text: &[u8], options: &ReadOptions) -> Result<(Vec<TrainSequence>, ReadReport), ReadError> {
@@ -455,7 +470,8 @@ mod tests {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("rows.parquet");
             let parsed = std::sync::Arc::new(parquet::schema::parser::parse_message_type(schema).unwrap());
-            let mut writer = SerializedFileWriter::new(File::create(&path).unwrap(), parsed, Default::default()).unwrap();
+            let mut writer =
+                SerializedFileWriter::new(File::create(&path).unwrap(), parsed, Default::default()).unwrap();
             let mut group = writer.next_row_group().unwrap();
             for values in [[5i64, 6, 7, 8, 9], [0, 1, 1, 0, 1]] {
                 let mut column = group.next_column().unwrap().unwrap();

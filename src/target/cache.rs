@@ -129,7 +129,14 @@ impl KvCache {
 
     /// Writes the step's keys and values (`[rows * fresh, kv_heads * head_dim]`) into a layer and attends with its
     /// queries (`[rows * fresh, heads * head_dim]`, also the shape of the result).
-    pub(crate) fn attend(&mut self, step: &CacheStep, layer: usize, q: Tensor<2>, k: Tensor<2>, v: Tensor<2>) -> Tensor<2> {
+    pub(crate) fn attend(
+        &mut self,
+        step: &CacheStep,
+        layer: usize,
+        q: Tensor<2>,
+        k: Tensor<2>,
+        v: Tensor<2>,
+    ) -> Tensor<2> {
         let (rows, kv, dim, fresh) = (self.rows(), self.kv_heads, self.head_dim, step.fresh);
         let (all_k, all_v) = self.layers[layer].take().expect("no step is under way");
         let place = [0..rows, 0..kv, self.used..self.used + fresh, 0..dim];
@@ -178,11 +185,8 @@ impl KvCache {
         }
         let capacity = if longest + more + 16 <= self.capacity { self.capacity } else { (longest + more) * 3 / 2 + 32 };
         let (rows, kv, dim) = (self.rows(), self.kv_heads, self.head_dim);
-        let seen: Vec<Vec<usize>> = self
-            .visible
-            .iter()
-            .map(|row| (0..self.used).filter(|&column| row[column]).collect())
-            .collect();
+        let seen: Vec<Vec<usize>> =
+            self.visible.iter().map(|row| (0..self.used).filter(|&column| row[column]).collect()).collect();
         let mut picked = Vec::with_capacity(rows * kv * longest);
         for (row, seen) in seen.iter().enumerate() {
             for head in 0..kv {

@@ -57,7 +57,8 @@ impl TargetConfig {
             let value = value.as_u64().filter(|&n| n > 0 && n < 1 << 32);
             value.map(|n| n as usize).ok_or_else(|| fail(format!("`{key}` is not a positive whole number")))
         };
-        let model_type = json.get("model_type").and_then(Value::as_str).ok_or_else(|| fail("no `model_type`".into()))?;
+        let model_type =
+            json.get("model_type").and_then(Value::as_str).ok_or_else(|| fail("no `model_type`".into()))?;
         if !matches!(model_type, "llama" | "mistral" | "qwen2" | "qwen3") {
             return Err(unsupported(path, format!("model_type `{model_type}`")));
         }
@@ -77,7 +78,9 @@ impl TargetConfig {
         {
             return Err(unsupported(path, format!("sliding-window attention over {window} tokens")));
         }
-        let ids = |key: &str| generation.and_then(|g| g.get(key)).filter(|v| !v.is_null()).or_else(|| json.get(key)).map(token_ids);
+        let ids = |key: &str| {
+            generation.and_then(|g| g.get(key)).filter(|v| !v.is_null()).or_else(|| json.get(key)).map(token_ids)
+        };
         let config = Self {
             model_type: model_type.to_string(),
             vocab_size: size("vocab_size")?,
@@ -146,10 +149,8 @@ impl TargetConfig {
             (None, Some(other)) => return Err(unsupported(path, format!("RoPE scaling `{other}`"))),
         };
         let id = |key: &str| meta.get(key).and_then(gguf_size_or_zero).map(|n| n as u32);
-        let mut eos_token_ids: Vec<u32> = ["eos", "eot", "eom"]
-            .iter()
-            .filter_map(|name| id(&format!("tokenizer.ggml.{name}_token_id")))
-            .collect();
+        let mut eos_token_ids: Vec<u32> =
+            ["eos", "eot", "eom"].iter().filter_map(|name| id(&format!("tokenizer.ggml.{name}_token_id"))).collect();
         eos_token_ids.dedup();
         let config = Self {
             model_type: architecture.clone(),

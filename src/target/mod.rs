@@ -24,19 +24,40 @@ pub use weights::TargetFiles;
 
 /// Rotary position embedding, rotate-half form over the whole head.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Rope { pub theta: f64, pub scaling: RopeScaling }
+pub struct Rope {
+    pub theta: f64,
+    pub scaling: RopeScaling,
+}
 
 #[derive(Debug, Clone, PartialEq)]
 pub enum RopeScaling {
     None,
-    Linear { factor: f64 },
-    Llama3 { factor: f64, low_freq_factor: f64, high_freq_factor: f64, original_max_position: usize },
-    Yarn { factor: f64, original_max_position: usize, beta_fast: f64, beta_slow: f64, attention_factor: Option<f64>, mscale: Option<f64>, mscale_all_dim: Option<f64> },
+    Linear {
+        factor: f64,
+    },
+    Llama3 {
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        original_max_position: usize,
+    },
+    Yarn {
+        factor: f64,
+        original_max_position: usize,
+        beta_fast: f64,
+        beta_slow: f64,
+        attention_factor: Option<f64>,
+        mscale: Option<f64>,
+        mscale_all_dim: Option<f64>,
+    },
 }
 
 /// A weight on the host, float32, row-major.
 #[derive(Debug, Clone, PartialEq)]
-pub struct HostTensor { pub shape: Vec<usize>, pub data: Vec<f32> }
+pub struct HostTensor {
+    pub shape: Vec<usize>,
+    pub data: Vec<f32>,
+}
 
 /// Named weights under their Hugging Face names (`model.layers.0.self_attn.q_proj.weight`), wherever they are stored.
 pub trait WeightSource {

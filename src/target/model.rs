@@ -254,8 +254,7 @@ impl TargetModel {
 
     /// Causal attention of packed documents: `q [tokens, heads * head_dim]`, `k` and `v` `[tokens, kv * head_dim]`.
     fn attend_documents(&self, q: Tensor<2>, k: Tensor<2>, v: Tensor<2>, documents: &[Range<usize>]) -> Tensor<2> {
-        let (heads, kv, dim) =
-            (self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim);
+        let (heads, kv, dim) = (self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim);
         let group = heads / kv;
         let mut outputs = Vec::new();
         for document in documents {

@@ -9,7 +9,9 @@ use minijinja::{Environment, ErrorKind};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokenizers::models::bpe::BPE;
-use tokenizers::pre_tokenizers::{PreTokenizerWrapper, byte_level::ByteLevel, digits::Digits, sequence::Sequence, split::Split, split::SplitPattern};
+use tokenizers::pre_tokenizers::{
+    PreTokenizerWrapper, byte_level::ByteLevel, digits::Digits, sequence::Sequence, split::Split, split::SplitPattern,
+};
 use tokenizers::tokenizer::SplitDelimiterBehavior;
 use tokenizers::{AddedToken, Tokenizer};
 

@@ -50,7 +50,9 @@ impl TargetFiles {
             return Self::open_folder(path);
         }
         let mut found: Vec<PathBuf> = match std::fs::read_dir(path) {
-            Ok(entries) => entries.filter_map(|e| e.ok().map(|e| e.path())).filter(|p| has_extension(p, "gguf")).collect(),
+            Ok(entries) => {
+                entries.filter_map(|e| e.ok().map(|e| e.path())).filter(|p| has_extension(p, "gguf")).collect()
+            }
             Err(_) => Vec::new(),
         };
         match (found.pop(), found.is_empty()) {
@@ -68,10 +70,10 @@ impl TargetFiles {
         let index_path = path.join("model.safetensors.index.json");
         let names: Vec<String> = if index_path.is_file() {
             let index = read_json(&index_path)?;
-            let map = index.get("weight_map").and_then(Value::as_object).ok_or_else(|| TargetError::Config {
-                path: index_path.clone(),
-                reason: "no `weight_map`".into(),
-            })?;
+            let map = index
+                .get("weight_map")
+                .and_then(Value::as_object)
+                .ok_or_else(|| TargetError::Config { path: index_path.clone(), reason: "no `weight_map`".into() })?;
             let mut names: Vec<String> = map.values().filter_map(|v| v.as_str().map(str::to_string)).collect();
             names.sort();
             names.dedup();
@@ -97,9 +99,10 @@ impl TargetFiles {
         let length = file.metadata().map_err(TargetError::io(path))?.len();
         super::gguf::check_header(&mut std::io::BufReader::new(&mut file), length).map_err(&fail)?;
         file.rewind().map_err(TargetError::io(path))?;
-        let content =
-            gguf_file::Content::read(&mut std::io::BufReader::new(&mut file)).map_err(|e| fail(format!("not a GGUF file: {e}")))?;
-        let embedding = content.tensor_infos.get("token_embd.weight").ok_or_else(|| fail("no `token_embd.weight`".into()))?;
+        let content = gguf_file::Content::read(&mut std::io::BufReader::new(&mut file))
+            .map_err(|e| fail(format!("not a GGUF file: {e}")))?;
+        let embedding =
+            content.tensor_infos.get("token_embd.weight").ok_or_else(|| fail("no `token_embd.weight`".into()))?;
         let vocab_size = embedding.shape.dims().first().copied().unwrap_or(0);
         let rope_factors = match content.tensor_infos.contains_key("rope_freqs.weight") {
             true => Some(read_gguf(&content, &mut file, "rope_freqs.weight", path, length)?.data),
@@ -156,7 +159,8 @@ impl TargetFiles {
 
 impl WeightSource for TargetFiles {
     fn tensor(&self, name: &str) -> Result<HostTensor, TargetError> {
-        let missing = || TargetError::Tensor { path: self.path.clone(), name: name.into(), reason: "is not there".into() };
+        let missing =
+            || TargetError::Tensor { path: self.path.clone(), name: name.into(), reason: "is not there".into() };
         match &self.store {
             Store::Folder { shards, place } => shards[*place.get(name).ok_or_else(missing)?].tensor(name),
             Store::Gguf { content, architecture } => {
@@ -171,7 +175,9 @@ impl WeightSource for TargetFiles {
                     _ => None,
                 };
                 match heads {
-                    Some(heads) if tensor.shape[0].is_multiple_of(2 * heads) => Ok(super::gguf::uninterleave(tensor, heads)),
+                    Some(heads) if tensor.shape[0].is_multiple_of(2 * heads) => {
+                        Ok(super::gguf::uninterleave(tensor, heads))
+                    }
                     _ => Ok(tensor),
                 }
             }
@@ -194,11 +200,16 @@ impl Shard {
         let file = File::open(path).map_err(TargetError::io(path))?;
         // SAFETY: the map is read only; a file truncated under us is the caller's doing, as with every mapped file.
         let map = unsafe { Mmap::map(&file) }.map_err(TargetError::io(path))?;
-        let (header, metadata) = SafeTensors::read_metadata(&map).map_err(|e| fail(format!("torn safetensors: {e}")))?;
+        let (header, metadata) =
+            SafeTensors::read_metadata(&map).map_err(|e| fail(format!("torn safetensors: {e}")))?;
         let start = header + 8;
         let end = metadata.tensors().values().map(|t| t.data_offsets.1).max().unwrap_or(0);
         if map.len() < start + end {
-            return Err(fail(format!("torn: {} bytes of tensors, {} announced", map.len() - start.min(map.len()), end)));
+            return Err(fail(format!(
+                "torn: {} bytes of tensors, {} announced",
+                map.len() - start.min(map.len()),
+                end
+            )));
         }
         Ok(Self { path: path.to_path_buf(), map, start, metadata })
     }
@@ -208,7 +219,8 @@ impl Shard {
         let info = self.metadata.info(name).ok_or_else(|| fail("is not there".into()))?;
         let (from, to) = info.data_offsets;
         let bytes = &self.map[self.start + from..self.start + to];
-        let data = floats(info.dtype, bytes).ok_or_else(|| fail(format!("has type {:?}, not a float the engine reads", info.dtype)))?;
+        let data = floats(info.dtype, bytes)
+            .ok_or_else(|| fail(format!("has type {:?}, not a float the engine reads", info.dtype)))?;
         Ok(HostTensor { shape: info.shape.clone(), data })
     }
 }
@@ -253,7 +265,8 @@ fn read_gguf(
 
 pub(super) fn read_json(path: &Path) -> Result<Value, TargetError> {
     let text = std::fs::read_to_string(path).map_err(TargetError::io(path))?;
-    serde_json::from_str(&text).map_err(|e| TargetError::Config { path: path.to_path_buf(), reason: format!("not JSON: {e}") })
+    serde_json::from_str(&text)
+        .map_err(|e| TargetError::Config { path: path.to_path_buf(), reason: format!("not JSON: {e}") })
 }
 
 pub(super) fn has_extension(path: &Path, extension: &str) -> bool {

@@ -161,8 +161,8 @@ impl Checkpoints {
     /// When it is damaged, or when it holds another head than `config` describes.
     pub fn load(path: &Path, config: &DraftConfig, device: &Device) -> Result<Saved, CheckpointError> {
         let state_path = path.join("state.json");
-        let text =
-            fs::read_to_string(&state_path).map_err(|source| CheckpointError::Io { path: state_path.clone(), source })?;
+        let text = fs::read_to_string(&state_path)
+            .map_err(|source| CheckpointError::Io { path: state_path.clone(), source })?;
         let state: State = serde_json::from_str(&text)
             .map_err(|e| CheckpointError::Damaged { path: state_path, reason: e.to_string() })?;
         let shapes = config.tensor_shapes();

@@ -31,20 +31,14 @@ impl AdamW {
         let correction = |beta: f64| 1.0 - beta.powi(self.updates as i32);
         let (c1, c2) = (correction(recipe.beta1), correction(recipe.beta2));
         for (name, gradient) in gradients {
-            let (m, v) = self
-                .moments
-                .remove(&name)
-                .unwrap_or_else(|| (gradient.zeros_like(), gradient.zeros_like()));
+            let (m, v) = self.moments.remove(&name).unwrap_or_else(|| (gradient.zeros_like(), gradient.zeros_like()));
             let m = m * recipe.beta1 + gradient.clone() * (1.0 - recipe.beta1);
             let v = v * recipe.beta2 + gradient.square() * (1.0 - recipe.beta2);
             let update = m.clone() * (lr / c1) / ((v.clone() / c2).sqrt() + recipe.eps);
             let weight = head.weight(&name);
             let is_gain = weight.dims()[0] == 1;
-            let weight = if is_gain || recipe.weight_decay == 0.0 {
-                weight
-            } else {
-                weight * (1.0 - lr * recipe.weight_decay)
-            };
+            let weight =
+                if is_gain || recipe.weight_decay == 0.0 { weight } else { weight * (1.0 - lr * recipe.weight_decay) };
             head.set_weight(&name, weight - update);
             self.moments.insert(name, (m, v));
         }

@@ -12,13 +12,13 @@ use super::metrics::{HeldOutFigures, Metrics};
 use super::optimizer::{AdamW, clip};
 use super::pack::Plan;
 use super::schedule::learning_rate;
-use crate::signals::Signals;
 use crate::draft::acceptance::ChainCounts;
 use crate::draft::head::DraftHead;
 use crate::draft::ttt::{Document, Layout, Objective, Teacher, step};
 use crate::draft::vocab::DraftVocab;
 use crate::recipe::Recipe;
 use crate::sequences::TrainSequence;
+use crate::signals::Signals;
 use crate::target::rope::RopeTable;
 
 /// Why training stopped.
@@ -89,8 +89,7 @@ impl HeldOut {
                 drafted == greedy[token]
             });
         }
-        let step_loss: Vec<f64> =
-            sums.iter().zip(&chain.rows).map(|(sum, &rows)| sum / (rows as f64 + 1e-5)).collect();
+        let step_loss: Vec<f64> = sums.iter().zip(&chain.rows).map(|(sum, &rows)| sum / (rows as f64 + 1e-5)).collect();
         let loss = step_loss.iter().enumerate().map(|(k, l)| objective.decay.powi(k as i32) * l).sum();
         HeldOutFigures::new(loss, step_loss, &chain)
     }
@@ -101,7 +100,10 @@ impl HeldOut {
 pub enum Outcome {
     Finished(Finished),
     /// A signal came; the run is saved in the checkpoint.
-    Interrupted { signal: i32, checkpoint: PathBuf },
+    Interrupted {
+        signal: i32,
+        checkpoint: PathBuf,
+    },
 }
 
 /// A finished run.
@@ -146,8 +148,7 @@ impl Trainer<'_> {
         std::fs::create_dir_all(&recipe.out).map_err(io)?;
         let checkpoints = Checkpoints::new(&recipe.out);
         let mut optimizer = AdamW::default();
-        let mut state =
-            State { step: 0, tokens: 0, best: None, data: self.data.clone(), recipe: self.recipe.clone() };
+        let mut state = State { step: 0, tokens: 0, best: None, data: self.data.clone(), recipe: self.recipe.clone() };
         match checkpoints.newest() {
             Some(path) if resume => {
                 let saved = super::checkpoint::Checkpoints::load(&path, &head.config, &self.device)?;
@@ -212,8 +213,7 @@ impl Trainer<'_> {
                 let documents = pack.iter().map(|&d| {
                     let sequence = &self.sequences[d];
                     tokens += sequence.ids.len();
-                    (self.load)(sequence)
-                        .map_err(|reason| TrainError::States { id: sequence.id.clone(), reason })
+                    (self.load)(sequence).map_err(|reason| TrainError::States { id: sequence.id.clone(), reason })
                 });
                 let documents = documents.collect::<Result<Vec<_>, _>>()?;
                 let output = step(&head, &self.teacher, &rope, &documents, objective, &counts, &trained);
@@ -270,7 +270,11 @@ impl Trainer<'_> {
                     "step {}: held-out loss {:.3}, accuracy {:.3}, acceptance length {:.3}",
                     state.step, figures.loss, figures.accuracy[0], figures.acceptance_length
                 );
-                if bar.is_hidden() { tracing::info!("{line}") } else { bar.println(line) }
+                if bar.is_hidden() {
+                    tracing::info!("{line}")
+                } else {
+                    bar.println(line)
+                }
                 if state.best.is_none_or(|(best, _)| figures.acceptance_length > best) {
                     state.best = Some((figures.acceptance_length, state.step));
                     // The best is kept on disk, so that the run can end with it.

@@ -145,7 +145,8 @@ pub fn write_target(folder: &Path) {
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w2"},
     });
     std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
-    let template = "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}<s>{% endif %}";
+    let template =
+        "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}<s>{% endif %}";
     std::fs::write(folder.join("chat_template.jinja"), template).unwrap();
 }
 

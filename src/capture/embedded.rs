@@ -108,7 +108,7 @@ pub fn capture(
         result.output_tokens += length;
         result.cut += usize::from(!answer.stopped);
         bar.inc(1);
-        if bar.is_hidden() && result.captured % 50 == 0 {
+        if bar.is_hidden() && result.captured.is_multiple_of(50) {
             tracing::info!(
                 "captured {} of {} answers, {} tokens",
                 result.captured,

@@ -16,8 +16,9 @@ use eaglet::sequences::{ReadOptions, TrainSequence, read};
 use eaglet::signals::Signals;
 use eaglet::target::family::Family;
 use eaglet::target::generate::{Request, Sampler, argmax, host_rows};
-use eaglet::target::{TargetFiles, TargetModel, fetch};
+use eaglet::target::{TargetFiles, TargetModel, WeightSource, fetch};
 use eaglet::train::HeldOut;
+use eaglet::train::init::LentLayer;
 use indicatif::{ProgressBar, ProgressStyle};
 use miette::{IntoDiagnostic, Result, miette};
 use sha2::{Digest, Sha256};
@@ -143,6 +144,46 @@ impl Road {
     /// The head's shape under the recipe.
     pub fn draft_config(&self) -> Result<DraftConfig> {
         DraftConfig::new(&self.files.config, &self.recipe.draft, &self.store.layers).into_diagnostic()
+    }
+
+    /// The target's last layer, where a head of this shape can begin with it.
+    pub fn lent_layer(&self, draft: &DraftConfig) -> Result<Option<LentLayer>> {
+        let target = &self.files.config;
+        let shape = |heads, kv, dim, intermediate, hidden| [heads, kv, dim, intermediate, hidden];
+        let ours = shape(
+            draft.num_attention_heads,
+            draft.num_key_value_heads,
+            draft.head_dim,
+            draft.intermediate_size,
+            draft.hidden_size,
+        );
+        let theirs = shape(
+            target.num_attention_heads,
+            target.num_key_value_heads,
+            target.head_dim,
+            target.intermediate_size,
+            target.hidden_size,
+        );
+        if ours != theirs {
+            tracing::info!("the draft's layer has another shape than the target's and begins at random");
+            return Ok(None);
+        }
+        let layer = target.num_hidden_layers - 1;
+        let weight = |name: &str| {
+            let name = format!("model.layers.{layer}.{name}.weight");
+            self.files.tensor(&name).map(|tensor| tensor.data).into_diagnostic()
+        };
+        Ok(Some(LentLayer {
+            q: weight("self_attn.q_proj")?,
+            k: weight("self_attn.k_proj")?,
+            v: weight("self_attn.v_proj")?,
+            o: weight("self_attn.o_proj")?,
+            gate: weight("mlp.gate_proj")?,
+            up: weight("mlp.up_proj")?,
+            down: weight("mlp.down_proj")?,
+            input_norm: weight("input_layernorm")?,
+            post_norm: weight("post_attention_layernorm")?,
+        }))
     }
 
     /// The objective that held-out figures are counted under.

@@ -65,9 +65,9 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
             let lent = Lent {
                 head_rows: &host_rows(teacher.head_rows.clone()),
                 norm: &host_rows(teacher.norm.clone()),
-                layer: lent_layer(&road)?,
+                layer: road.lent_layer(&config)?,
             };
-            let tensors = new_head(&config, road.recipe.draft.head_init, &lent, road.recipe.train.seed);
+            let tensors = new_head(&config, road.recipe.draft.init, &lent, road.recipe.train.seed);
             DraftHead::from_tensors(config, &tensors, &road.device).into_diagnostic()?
         }
     };
@@ -249,24 +249,4 @@ fn summary(
     }
     println!("time        {}", indicatif::HumanDuration(std::time::Duration::from_secs_f64(seconds)));
     Ok(())
-}
-
-fn lent_layer(road: &Road) -> Result<Option<eaglet::train::init::LentLayer>> {
-    use eaglet::target::WeightSource;
-    let Ok(layer) = std::env::var("LAYER") else { return Ok(None) };
-    let get = |name: &str| {
-        let name = format!("model.layers.{layer}.{name}.weight");
-        road.files.tensor(&name).map(|t| t.data).into_diagnostic()
-    };
-    Ok(Some(eaglet::train::init::LentLayer {
-        q: get("self_attn.q_proj")?,
-        k: get("self_attn.k_proj")?,
-        v: get("self_attn.v_proj")?,
-        o: get("self_attn.o_proj")?,
-        gate: get("mlp.gate_proj")?,
-        up: get("mlp.up_proj")?,
-        down: get("mlp.down_proj")?,
-        input_norm: get("input_layernorm")?,
-        post_norm: get("post_attention_layernorm")?,
-    }))
 }

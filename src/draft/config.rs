@@ -124,7 +124,7 @@ impl DraftConfig {
         if let Some((key, value)) = sizes.into_iter().find(|&(_, value)| value == 0) {
             return wrong(key, value, "it must be at least 1");
         }
-        if self.num_attention_heads % self.num_key_value_heads != 0 {
+        if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
             let reason = format!("it must divide the {} attention heads", self.num_attention_heads);
             return wrong("num_key_value_heads", self.num_key_value_heads, &reason);
         }

@@ -226,7 +226,7 @@ pub fn step(
     let queries = index(&layout.queries, &device);
     let mut taken: Vec<Taken> = Vec::new();
     let mut feature = plain(fused.clone());
-    for k in 0..objective.steps {
+    for (k, &all_counted) in counts.iter().enumerate().take(objective.steps) {
         let (cos, sin) = rope.rows(&layout.positions[k]);
         let rotation = Rotation { cos, sin };
         let feature_leaf = leaf(feature);
@@ -242,7 +242,7 @@ pub fn step(
         let counted = &layout.counted[k];
         let rows = index(&counted.rows, &device);
         let flat = plain(normed.clone());
-        let weight = objective.decay.powi(k as i32) / (counts[k] as f64 + 1e-5);
+        let weight = objective.decay.powi(k as i32) / (all_counted as f64 + 1e-5);
         let picked = flat.clone().select(0, rows.clone());
         let loss = head_loss(head, objective.loss, picked, &target, &counted.targets, weight, gradient);
         result.loss += loss.sum;

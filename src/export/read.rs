@@ -237,7 +237,8 @@ pub(super) mod tests {
         let read = read_head(folder.path()).unwrap();
         assert_eq!((&read.vocab, &read.tensors), (&vocab, &tensors));
 
-        let halves: [(Dtype, fn(f32) -> [u8; 2], f32); 2] = [
+        type Rounded = (Dtype, fn(f32) -> [u8; 2], f32);
+        let halves: [Rounded; 2] = [
             (Dtype::F16, |x| half::f16::from_f32(x).to_le_bytes(), half::f16::from_f32(-0.7).to_f32()),
             (Dtype::BF16, |x| half::bf16::from_f32(x).to_le_bytes(), half::bf16::from_f32(-0.7).to_f32()),
         ];

@@ -172,9 +172,10 @@ pub struct DraftRecipe {
     pub norm_before_fc: bool,
     pub fc_norm: bool,
     pub norm_output: bool,
-    /// Start the head from the target's rows (`target`) or at random (`random`).
-    pub head_init: HeadInit,
-    /// Train the head, or leave it as initialised.
+    /// Start from what the target lends: its head's rows, its last layer where the shapes agree, `fc` handing its
+    /// highest fused layer through (`target`); or at random (`random`).
+    pub init: DraftInit,
+    /// Train `lm_head`, or leave it as initialised.
     pub train_head: bool,
 }
 impl Default for DraftRecipe {
@@ -189,7 +190,7 @@ impl Default for DraftRecipe {
             norm_before_fc: false,
             fc_norm: false,
             norm_output: false,
-            head_init: HeadInit::Target,
+            init: DraftInit::Target,
             train_head: true,
         }
     }
@@ -197,7 +198,7 @@ impl Default for DraftRecipe {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum HeadInit {
+pub enum DraftInit {
     Target,
     Random,
 }

@@ -180,7 +180,7 @@ impl TargetConfig {
         if self.head_dim == 0 || self.head_dim % 2 == 1 {
             return fail("the head width is not an even number");
         }
-        if self.num_attention_heads % self.num_key_value_heads != 0 {
+        if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
             return fail("the attention heads are not a multiple of the key/value heads");
         }
         if !(self.rms_norm_eps >= 0.0 && self.rope.theta > 0.0) {

@@ -67,7 +67,13 @@ pub struct Saved {
 }
 
 /// Keys that may change between a run and its continuation: they do not touch what the weights become.
-const FREE: [&str; 10] = [
+/// Where files lie is among them: what they hold is checked by a hash.
+const FREE: [&str; 15] = [
+    "target.path",
+    "target.hub",
+    "target.pip",
+    "data.train",
+    "train.out",
     "capture",
     "export",
     "evaluate",

@@ -98,7 +98,7 @@ impl HeldOut {
 /// How a run ended.
 #[derive(Debug)]
 pub enum Outcome {
-    Finished(Finished),
+    Finished(Box<Finished>),
     /// A signal came; the run is saved in the checkpoint.
     Interrupted {
         signal: i32,
@@ -256,12 +256,12 @@ impl Trainer<'_> {
             let text = format!("loss {loss:.3}  accuracy {:.3}  {speed:.0} tok/s", share(0));
             bar.set_message(text.clone());
             bar.inc(1);
-            if bar.is_hidden() && !self.quiet && (state.step % 20 == 0 || state.step == total) {
+            if bar.is_hidden() && !self.quiet && (state.step.is_multiple_of(20) || state.step == total) {
                 let left = begun.elapsed().mul_f64((total - state.step) as f64 / recent.len() as f64);
                 tracing::info!("step {}/{total}  {text}  {} left", state.step, indicatif::HumanDuration(left));
             }
 
-            let every = |interval: usize| interval > 0 && state.step % interval == 0;
+            let every = |interval: usize| interval > 0 && state.step.is_multiple_of(interval);
             let last = state.step == total;
             if !self.held_out.is_empty() && (last || every(recipe.evaluate_every)) {
                 let figures = self.held_out.evaluate(&head, self.vocab, &self.teacher, &rope, objective);
@@ -302,14 +302,14 @@ impl Trainer<'_> {
             held_out = Some(self.held_out.evaluate(&head, self.vocab, &self.teacher, &rope, objective));
         }
         let tail = &recent[recent.len().saturating_sub(20)..];
-        Ok(Outcome::Finished(Finished {
+        Ok(Outcome::Finished(Box::new(Finished {
             head,
             steps: total,
             tokens: state.tokens,
             loss: tail.iter().sum::<f64>() / tail.len().max(1) as f64,
             held_out,
             tokens_per_second: fed as f64 / begun.elapsed().as_secs_f64(),
-        }))
+        })))
     }
 
     fn progress(&self, total: usize, done: usize) -> ProgressBar {

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use eaglet::evaluate::decode::Speculator;
 use eaglet::signals::Signals;
+use eaglet::target::generate::Sampler;
 use eaglet::target::rope::RopeTable;
 use miette::{IntoDiagnostic, Result, miette};
 
@@ -89,7 +91,9 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     for &temperature in &temperatures {
         for &k in &ks {
             let compare = !arguments.no_compare;
-            let report = road.decode(&model, &head, &vocab, &data.held_out, k, temperature, compare)?;
+            let sampler = Sampler { temperature, top_p: 1.0 };
+            let speculator = Speculator { model: &model, head: &head, vocab: &vocab, k, sampler };
+            let report = road.decode(&speculator, &data.held_out, compare)?;
             if !arguments.json {
                 println!("{report}");
             }

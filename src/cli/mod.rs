@@ -91,7 +91,7 @@ fn device(name: &str) -> Result<Device> {
         #[cfg(feature = "flex")]
         ("flex", _) => Ok(Device::flex()),
         #[cfg(feature = "cuda")]
-        ("cuda", index) => Ok(Device::cuda(index.parse().into_diagnostic()?)),
+        ("cuda", index) => Ok(Device::cuda(index.parse::<usize>().into_diagnostic()?)),
         _ => Err(miette!(
             help = "`flex` is the CPU; `cuda` needs a build with `--features cuda`",
             "target.device `{name}` is not in this build"

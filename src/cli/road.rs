@@ -15,7 +15,7 @@ use eaglet::recipe::Recipe;
 use eaglet::sequences::{ReadOptions, TrainSequence, read};
 use eaglet::signals::Signals;
 use eaglet::target::family::Family;
-use eaglet::target::generate::{Request, Sampler, argmax, host_rows};
+use eaglet::target::generate::{Request, argmax, host_rows};
 use eaglet::target::{TargetFiles, TargetModel, WeightSource, fetch};
 use eaglet::train::HeldOut;
 use eaglet::train::init::LentLayer;
@@ -192,17 +192,9 @@ impl Road {
         Objective { loss: train.loss, steps: train.ttt_steps, decay: train.step_decay }
     }
 
-    /// Decodes the held-out prompts with a head, at `k` drafts a verification.
-    pub fn decode(
-        &self,
-        model: &TargetModel,
-        head: &DraftHead,
-        vocab: &DraftVocab,
-        held_out: &[TrainSequence],
-        k: usize,
-        temperature: f64,
-        compare: bool,
-    ) -> Result<DecodeReport> {
+    /// Decodes the held-out prompts, and once more without the head where `compare` is set.
+    pub fn decode(&self, speculator: &Speculator, held_out: &[TrainSequence], compare: bool) -> Result<DecodeReport> {
+        let k = speculator.k;
         let evaluate = &self.recipe.evaluate;
         let context = self.files.config.max_position_embeddings;
         let mut prompts: Vec<Prompt> = held_out
@@ -225,11 +217,10 @@ impl Road {
         if prompts.is_empty() {
             return Err(miette!("no held-out prompts to decode; name some in data.held_out"));
         }
-        let speculator = Speculator { model, head, vocab, k, sampler: Sampler { temperature, top_p: 1.0 } };
         let bar = ProgressBar::new(prompts.len() as u64 * if compare { 2 } else { 1 });
         let style = ProgressStyle::with_template("evaluate {wide_bar} {pos}/{len} answers  {eta} left");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        let report = decode(&speculator, &prompts, evaluate.batch, evaluate.seed, compare, || bar.inc(1));
+        let report = decode(speculator, &prompts, evaluate.batch, evaluate.seed, compare, || bar.inc(1));
         bar.finish_and_clear();
         Ok(report)
     }

@@ -7,13 +7,13 @@ use clap::Args;
 use eaglet::draft::config::DraftConfig;
 use eaglet::draft::head::DraftHead;
 use eaglet::draft::vocab::DraftVocab;
+use eaglet::evaluate::decode::Speculator;
 use eaglet::evaluate::report::DecodeReport;
 use eaglet::export::write::check_folder;
 use eaglet::export::{engines, serve, write_head};
 use eaglet::recipe::Recipe;
 use eaglet::signals::Signals;
-use eaglet::target::TargetModel;
-use eaglet::target::generate::host_rows;
+use eaglet::target::generate::{Sampler, host_rows};
 use eaglet::train::init::{Lent, new_head};
 use eaglet::train::trainer::Finished;
 use eaglet::train::{Outcome, Trainer};
@@ -105,10 +105,12 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         true => None,
         false => {
             let evaluate = &road.recipe.evaluate;
-            Some(road.decode(&model, &served, &vocab, &data.held_out, evaluate.k, evaluate.temperature, true)?)
+            let sampler = Sampler { temperature: evaluate.temperature, top_p: 1.0 };
+            let speculator = Speculator { model: &model, head: &served, vocab: &vocab, k: evaluate.k, sampler };
+            Some(road.decode(&speculator, &data.held_out, true)?)
         }
     };
-    summary(&road, &model, &finished, decoded.as_ref(), begun, arguments.json)?;
+    summary(&road, &finished, decoded.as_ref(), begun, arguments.json)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -202,14 +204,7 @@ fn interrupted(arguments: &Arguments, signal: i32) -> ExitCode {
     signal_code(signal)
 }
 
-fn summary(
-    road: &Road,
-    _model: &TargetModel,
-    finished: &Finished,
-    decoded: Option<&DecodeReport>,
-    begun: Instant,
-    json: bool,
-) -> Result<()> {
+fn summary(road: &Road, finished: &Finished, decoded: Option<&DecodeReport>, begun: Instant, json: bool) -> Result<()> {
     let recipe = &road.recipe;
     let commands = serve::commands(&road.target_name(), &recipe.export.out, recipe.evaluate.k, &recipe.export.engines);
     let seconds = begun.elapsed().as_secs_f64();

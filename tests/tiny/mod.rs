@@ -158,7 +158,7 @@ pub fn write_project(folder: &Path, sequences: usize) -> PathBuf {
         let prompt: Vec<u32> = (0..rng.random_range(2..6)).map(|_| rng.random_range(2..VOCAB as u32)).collect();
         let output: Vec<u32> = (0..rng.random_range(8..24)).map(|_| rng.random_range(2..VOCAB as u32)).collect();
         let end = output.len();
-        serde_json::json!({"id": id, "dataset": if end % 2 == 0 { "even" } else { "odd" }, "prompt_ids": prompt,
+        serde_json::json!({"id": id, "dataset": if end.is_multiple_of(2) { "even" } else { "odd" }, "prompt_ids": prompt,
             "output_ids": output, "finish_reason": "length", "sampling": null,
             "segments": [{"kind": "answer", "start": 0, "end": end}]})
         .to_string()

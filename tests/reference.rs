@@ -116,3 +116,33 @@ fn the_gguf_tokenizer_writes_the_reference_prompts() {
         assert_eq!(tokenizer.decode(&ids).unwrap(), tokenizer.render(&[message]).unwrap());
     }
 }
+
+/// Tiny seeded models of the other architectures and RoPE scalings, with the states that transformers gives them
+/// (`tests/reference/make.py`). Weights of 0.2 deviation make states large, so agreement is relative.
+#[test]
+fn other_architectures_agree_with_transformers() {
+    for name in ["llama3-rope", "llama-yarn-tied", "mistral", "qwen2", "qwen3"] {
+        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/reference").join(name);
+        let files = TargetFiles::open(&folder).unwrap();
+        let model = TargetModel::load(&files.config, &files, &Device::flex()).unwrap();
+        let bytes = std::fs::read(folder.join("expected.safetensors")).unwrap();
+        let expected = SafeTensors::deserialize(&bytes).unwrap();
+        let ids: Vec<u32> = i64s(&expected, "token_ids").iter().map(|&id| id as u32).collect();
+        // Behind another document, which it must not see.
+        let pass = model.prefill(&[&ids[..9], &ids], &[1, 2]);
+        let states = f32s(&expected, "hidden_states");
+        let width = files.config.hidden_size;
+        for (slot, found) in pass.aux.iter().chain([&pass.last]).enumerate() {
+            let found = host_rows(Tensor::clone(found).narrow(0, 9, ids.len()));
+            let wanted: Vec<f32> = states
+                .chunks_exact(3 * width)
+                .flat_map(|row| row[slot * width..(slot + 1) * width].iter().copied())
+                .collect();
+            let off = relative(&found, &wanted);
+            assert!(off < 1e-4, "{name}, slot {slot}: relative norm of the difference {off}");
+        }
+        let logits = host_rows(model.logits(pass.last.narrow(0, 9, ids.len())));
+        let off = relative(&logits, &f32s(&expected, "logits"));
+        assert!(off < 1e-4, "{name}: logits are off by {off}");
+    }
+}

@@ -93,7 +93,9 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
             let compare = !arguments.no_compare;
             let sampler = Sampler { temperature, top_p: 1.0 };
             let speculator = Speculator { model: &model, head: &head, vocab: &vocab, k, sampler };
-            let report = road.decode(&speculator, &data.held_out, compare)?;
+            let Some(report) = road.decode(&speculator, &data.held_out, compare, &signals)? else {
+                return Ok(signal_code(signals.received().unwrap_or_default()));
+            };
             if !arguments.json {
                 println!("{report}");
             }

@@ -192,8 +192,14 @@ impl Road {
         Objective { loss: train.loss, steps: train.ttt_steps, decay: train.step_decay }
     }
 
-    /// Decodes the held-out prompts, and once more without the head where `compare` is set.
-    pub fn decode(&self, speculator: &Speculator, held_out: &[TrainSequence], compare: bool) -> Result<DecodeReport> {
+    /// Decodes the held-out prompts, and once more without the head where `compare` is set; `None` when a signal came.
+    pub fn decode(
+        &self,
+        speculator: &Speculator,
+        held_out: &[TrainSequence],
+        compare: bool,
+        signals: &Signals,
+    ) -> Result<Option<DecodeReport>> {
         let k = speculator.k;
         let evaluate = &self.recipe.evaluate;
         let context = self.files.config.max_position_embeddings;
@@ -220,7 +226,10 @@ impl Road {
         let bar = ProgressBar::new(prompts.len() as u64 * if compare { 2 } else { 1 });
         let style = ProgressStyle::with_template("evaluate {wide_bar} {pos}/{len} answers  {eta} left");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        let report = decode(speculator, &prompts, evaluate.batch, evaluate.seed, compare, || bar.inc(1));
+        let report = decode(speculator, &prompts, evaluate.batch, evaluate.seed, compare, || {
+            bar.inc(1);
+            signals.received().is_none()
+        });
         bar.finish_and_clear();
         Ok(report)
     }

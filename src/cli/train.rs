@@ -107,7 +107,10 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
             let evaluate = &road.recipe.evaluate;
             let sampler = Sampler { temperature: evaluate.temperature, top_p: 1.0 };
             let speculator = Speculator { model: &model, head: &served, vocab: &vocab, k: evaluate.k, sampler };
-            Some(road.decode(&speculator, &data.held_out, true)?)
+            match road.decode(&speculator, &data.held_out, true, &signals)? {
+                Some(report) => Some(report),
+                None => return Ok(interrupted(arguments, signals.received().unwrap_or_default())),
+            }
         }
     };
     summary(&road, &finished, decoded.as_ref(), begun, arguments.json)?;

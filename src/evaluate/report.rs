@@ -45,15 +45,17 @@ pub struct DatasetReport {
     pub rounds: usize,
 }
 
-/// Decodes every prompt with the head, and without it where `compare` is set. `progress` hears of each answer.
+/// Decodes every prompt with the head, and without it where `compare` is set. `go_on` hears of each answer; when it
+/// says no, the measurement is given up and `None` returned.
 pub fn decode(
     speculator: &Speculator,
     prompts: &[Prompt],
     batch: usize,
     seed: u64,
     compare: bool,
-    mut progress: impl FnMut(),
-) -> DecodeReport {
+    mut go_on: impl FnMut() -> bool,
+) -> Option<DecodeReport> {
+    let mut whole = true;
     let requests: Vec<Request> = prompts.iter().map(|p| p.request.clone()).collect();
     let mut outputs: Vec<Vec<u32>> = vec![Vec::new(); requests.len()];
     let mut all = Counts::new(speculator.k);
@@ -64,9 +66,12 @@ pub fn decode(
         let dataset = &prompts[answer.request].dataset;
         datasets.entry(dataset.clone()).or_insert_with(|| Counts::new(speculator.k)).merge(&counts);
         outputs[answer.request] = answer.output;
-        progress();
-        true
+        whole = go_on();
+        whole
     });
+    if !whole {
+        return None;
+    }
     let seconds = begun.elapsed().as_secs_f64();
     let tokens: usize = outputs.iter().map(Vec::len).sum();
     let mut report = DecodeReport {
@@ -102,14 +107,17 @@ pub fn decode(
             |answer| {
                 tokens += answer.output.len();
                 identical += usize::from(answer.output == outputs[answer.request]);
-                progress();
-                true
+                whole = go_on();
+                whole
             },
         );
+        if !whole {
+            return None;
+        }
         report.tokens_per_second_without = Some(tokens as f64 / begun.elapsed().as_secs_f64());
         report.identical_outputs = (speculator.sampler.temperature <= 0.0).then_some(identical);
     }
-    report
+    Some(report)
 }
 
 impl fmt::Display for DecodeReport {

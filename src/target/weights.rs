@@ -287,3 +287,95 @@ impl WeightSource for HashMap<String, HostTensor> {
         self.contains_key(name)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::quantized::QTensor;
+    use candle_core::{Device, Tensor};
+    use gguf_file::Value::{F32 as Float, String as Text, U32};
+
+    /// A GGUF file of one layer, every matrix stored as `dtype`.
+    fn write_gguf(path: &Path, dtype: GgmlDType) {
+        let matrix = |rows: usize, columns: usize| -> Tensor {
+            let data: Vec<f32> = (0..rows * columns).map(|i| ((i * 7919 % 997) as f32 - 498.0) / 500.0).collect();
+            Tensor::from_vec(data, (rows, columns), &Device::Cpu).unwrap()
+        };
+        let stored = |tensor: &Tensor, dtype| QTensor::quantize(tensor, dtype).unwrap();
+        let gain = stored(&Tensor::ones(256, candle_core::DType::F32, &Device::Cpu).unwrap(), GgmlDType::F32);
+        let mut tensors = vec![("token_embd.weight", stored(&matrix(16, 256), dtype))];
+        for (name, rows, columns) in [
+            ("blk.0.attn_q.weight", 256, 256),
+            ("blk.0.attn_k.weight", 128, 256),
+            ("blk.0.attn_v.weight", 128, 256),
+            ("blk.0.attn_output.weight", 256, 256),
+            ("blk.0.ffn_gate.weight", 512, 256),
+            ("blk.0.ffn_up.weight", 512, 256),
+            ("blk.0.ffn_down.weight", 256, 512),
+        ] {
+            tensors.push((name, stored(&matrix(rows, columns), dtype)));
+        }
+        let mut all: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (*name, tensor)).collect();
+        all.extend(["output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"].map(|name| (name, &gain)));
+        let metadata = [
+            ("general.architecture", Text("llama".into())),
+            ("llama.block_count", U32(1)),
+            ("llama.context_length", U32(64)),
+            ("llama.embedding_length", U32(256)),
+            ("llama.feed_forward_length", U32(512)),
+            ("llama.attention.head_count", U32(4)),
+            ("llama.attention.head_count_kv", U32(2)),
+            ("llama.attention.layer_norm_rms_epsilon", Float(1e-5)),
+            ("tokenizer.ggml.eos_token_id", U32(3)),
+        ];
+        let metadata: Vec<(&str, &gguf_file::Value)> = metadata.iter().map(|(key, value)| (*key, value)).collect();
+        gguf_file::write(&mut File::create(path).unwrap(), &metadata, &all).unwrap();
+    }
+
+    #[test]
+    fn every_gguf_type_is_read_in_rotate_half_order() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.gguf");
+        write_gguf(&path, GgmlDType::F32);
+        let exact = TargetFiles::open(&path).unwrap();
+        assert_eq!((exact.config.rms_norm_eps, exact.config.tie_word_embeddings), (1e-5, true));
+        assert_eq!(exact.config.eos_token_ids, [3]);
+        let q = exact.tensor("model.layers.0.self_attn.q_proj.weight").unwrap();
+        let v = exact.tensor("model.layers.0.self_attn.v_proj.weight").unwrap();
+        // Row 1 of a head is its second pair's first half: stored row 2. Only q and k are turned.
+        let stored = |row: usize| ((row * 256 * 7919 % 997) as f32 - 498.0) / 500.0;
+        assert_eq!((q.data[256], v.data[256]), (stored(2), stored(1)));
+        use GgmlDType::{BF16, F16, Q4_0, Q4_1, Q4K, Q6K, Q8_0};
+        for (dtype, within) in
+            [(F16, 0.001), (BF16, 0.01), (Q8_0, 0.01), (Q4_0, 0.15), (Q4_1, 0.1), (Q4K, 0.1), (Q6K, 0.05)]
+        {
+            write_gguf(&path, dtype);
+            let files = TargetFiles::open(&path).unwrap();
+            let found = files.tensor("model.layers.0.self_attn.q_proj.weight").unwrap();
+            let off = found.data.iter().zip(&q.data).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(off < within, "{dtype:?} is off by {off}");
+            assert_eq!(found.shape, q.shape);
+        }
+        write_gguf(&path, GgmlDType::Q5_0);
+        let files = TargetFiles::open(&path).unwrap();
+        assert!(matches!(files.tensor("model.embed_tokens.weight"), Err(TargetError::Unsupported { .. })));
+    }
+
+    #[test]
+    fn torn_files_are_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.gguf");
+        write_gguf(&path, GgmlDType::F32);
+        let bytes = std::fs::read(&path).unwrap();
+        std::fs::write(&path, &bytes[..bytes.len() - 50]).unwrap();
+        let files = TargetFiles::open(&path).unwrap();
+        let names =
+            ["model.norm.weight", "model.layers.0.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"];
+        let extra = ["model.layers.0.post_attention_layernorm.weight", "model.layers.0.mlp.up_proj.weight"];
+        let errors = names.iter().chain(&extra).filter(|name| files.tensor(name).is_err()).count();
+        assert_eq!(errors, 1, "one tensor lies at the end");
+        std::fs::write(&path, &bytes[..300]).unwrap();
+        assert!(matches!(TargetFiles::open(&path), Err(TargetError::Config { .. })));
+        assert!(matches!(TargetFiles::open(folder.path().join("no").as_path()), Err(TargetError::NotFound { .. })));
+    }
+}

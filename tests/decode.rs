@@ -51,6 +51,32 @@ fn greedy_speculative_output_equals_plain_greedy_output() {
     assert!(kept > 0, "no draft was ever kept, so nothing was tested");
 }
 
+#[test]
+fn prompts_of_one_token_are_answered() {
+    let model = tiny::model(1);
+    let (head, vocab) = tiny::head(3, 40);
+    let requests: Vec<Request> =
+        (2..5).map(|id| Request { name: format!("r{id}"), prompt: vec![id], max_tokens: 9 }).collect();
+    let mut plain = vec![Vec::new(); requests.len()];
+    generate(
+        &model,
+        &requests,
+        Sampler::GREEDY,
+        2,
+        1,
+        |_| {},
+        |answer| {
+            plain[answer.request] = answer.output;
+            true
+        },
+    );
+    let speculator = Speculator { model: &model, head: &head, vocab: &vocab, k: 3, sampler: Sampler::GREEDY };
+    speculator.decode(&requests, 2, 1, |answer, _| {
+        assert_eq!(answer.output, plain[answer.request]);
+        true
+    });
+}
+
 /// Total variation distance between two samples of tokens.
 fn distance(a: &[usize], b: &[usize]) -> f64 {
     let (sum_a, sum_b) = (a.iter().sum::<usize>() as f64, b.iter().sum::<usize>() as f64);

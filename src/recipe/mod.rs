@@ -264,7 +264,7 @@ impl Default for TrainRecipe {
             max_steps: 0,
             pack_tokens: 1024,
             accumulate: 1,
-            lr: 1e-3,
+            lr: 1e-4,
             warmup: 0.04,
             final_lr_share: 0.0,
             beta1: 0.9,

@@ -155,7 +155,11 @@ pub fn generate(
                 .iter()
                 .map(|&(_, request)| requests[request].prompt.split_last().map_or(&[][..], |(_, head)| head))
                 .collect();
-            let (_, keys) = model.prefill_keys(&prompts, &[]);
+            // Prompts of one token have nothing to prefill, and a pass cannot be empty.
+            let keys = match prompts.iter().all(|prompt| prompt.is_empty()) {
+                true => Vec::new(),
+                false => model.prefill_keys(&prompts, &[]).1,
+            };
             let mut at = 0;
             for (&(row, request), prompt) in starting.iter().zip(&prompts) {
                 cache.insert(row, &keys, at, prompt.len());

@@ -106,7 +106,9 @@ pub struct CaptureRecipe {
     pub prompts: Vec<PathBuf>,
     /// Folder that receives train.jsonl and held_out.jsonl.
     pub out: PathBuf,
+    /// Sampling temperature; 0 is greedy.
     pub temperature: f64,
+    /// Draws from the likeliest tokens that together reach this probability.
     pub top_p: f64,
     /// Cap on output tokens.
     pub max_tokens: usize,
@@ -116,6 +118,7 @@ pub struct CaptureRecipe {
     pub batch: usize,
     /// Share of prompts held out, chosen by a hash of the prompt id.
     pub held_out_share: f64,
+    /// Seed of everything random in this section.
     pub seed: u64,
 }
 impl Default for CaptureRecipe {
@@ -168,9 +171,13 @@ pub struct DraftRecipe {
     pub num_key_value_heads: usize,
     /// 0 takes the target's.
     pub head_dim: usize,
+    /// The residual is the normed feature rather than the raw one (SGLang cannot serve it).
     pub norm_before_residual: bool,
+    /// One RMSNorm over all fused layers before `fc`.
     pub norm_before_fc: bool,
+    /// One RMSNorm for each fused layer before `fc` (llama.cpp cannot serve it).
     pub fc_norm: bool,
+    /// The next step receives the normed output, EAGLE 3.1 (llama.cpp cannot serve it).
     pub norm_output: bool,
     /// Start from what the target lends: its head's rows, its last layer where the shapes agree, `fc` handing its
     /// highest fused layer through (`target`); or at random (`random`).
@@ -220,6 +227,7 @@ pub struct TrainRecipe {
     pub out: PathBuf,
     /// An existing head to start from.
     pub init_from: Option<PathBuf>,
+    /// What each step minimises: `kl_div`, `ce`, `nla` or `lk_hybrid`.
     pub loss: LossKind,
     /// TTT steps, 1 to 8.
     pub ttt_steps: usize,
@@ -233,17 +241,23 @@ pub struct TrainRecipe {
     pub pack_tokens: usize,
     /// Packed rows per optimizer step.
     pub accumulate: usize,
+    /// Peak learning rate.
     pub lr: f64,
     /// Share of the steps spent warming up.
     pub warmup: f64,
     /// The learning rate ends at this share of `lr`.
     pub final_lr_share: f64,
+    /// AdamW's decay of the first moment.
     pub beta1: f64,
+    /// AdamW's decay of the second moment.
     pub beta2: f64,
+    /// AdamW's epsilon.
     pub eps: f64,
+    /// AdamW's decoupled weight decay; norm gains are not decayed.
     pub weight_decay: f64,
     /// Global L2 norm the gradient is clipped to; 0 does not clip.
     pub clip: f64,
+    /// Seed of everything random in this section.
     pub seed: u64,
     /// Optimizer steps between held-out evaluations; 0 evaluates only at the end.
     pub evaluate_every: usize,
@@ -309,6 +323,7 @@ pub struct EvaluateRecipe {
     pub temperature: f64,
     /// Sequences decoded together.
     pub batch: usize,
+    /// Seed of everything random in this section.
     pub seed: u64,
 }
 impl Default for EvaluateRecipe {

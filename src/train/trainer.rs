@@ -151,7 +151,7 @@ impl Trainer<'_> {
         let mut state = State { step: 0, tokens: 0, best: None, data: self.data.clone(), recipe: self.recipe.clone() };
         match checkpoints.newest() {
             Some(path) if resume => {
-                let saved = super::checkpoint::Checkpoints::load(&path, &head.config, &self.device)?;
+                let saved = Checkpoints::load(&path, &head.config, &self.device)?;
                 saved.accepts(self.recipe, &self.data)?;
                 let Saved { head: saved_head, optimizer: saved_optimizer, state: saved_state, .. } = saved;
                 tracing::info!("resuming from {}", path.display());

@@ -13,10 +13,11 @@
 //!
 //! `nla` and `lk_hybrid` are the LK losses of speculators 0.9.0; the acceptance rate of speculative sampling is `a`.
 
-use burn::tensor::{IndexingUpdateOp, Int, Tensor, TensorData, activation};
+use burn::tensor::{IndexingUpdateOp, Int, Tensor, activation};
 
 use super::head::DraftHead;
 use crate::recipe::LossKind;
+use crate::target::model::index;
 
 /// Rows whose logits exist together.
 const BLOCK: usize = 256;
@@ -94,7 +95,7 @@ pub fn head_loss(
             if every {
                 x.clone().narrow(0, start, rows)
             } else {
-                x.clone().select(0, index(&targets[start..start + rows], &device))
+                x.clone().select(0, index(targets[start..start + rows].iter().copied(), &device))
             }
         };
         let p = pick(&target.p);
@@ -105,7 +106,7 @@ pub fn head_loss(
             LossKind::KlDiv => (kl(logits), q - p.clone()),
             LossKind::Ce => {
                 let ids: Vec<usize> = targets[start..start + rows].iter().map(|&t| target.top[t] as usize).collect();
-                let ids = index(&ids, &device).reshape([rows, 1]);
+                let ids = index(ids, &device).reshape([rows, 1]);
                 let loss = log_sum.clone() - logits.gather(1, ids.clone());
                 let minus_one = Tensor::full([rows, 1], -1.0, &device);
                 (loss, q.scatter(1, ids, minus_one, IndexingUpdateOp::Add))
@@ -165,11 +166,4 @@ fn to_ids(index: Tensor<2, Int>) -> Vec<u32> {
         .iter()
         .map(|&i| i as u32)
         .collect()
-}
-
-/// A host list of row numbers as an index tensor.
-pub fn index(rows: &[usize], device: &burn::tensor::Device) -> Tensor<1, Int> {
-    let rows: Vec<i32> = rows.iter().map(|&row| row as i32).collect();
-    let length = rows.len();
-    Tensor::from_data(TensorData::new(rows, [length]), device)
 }

@@ -18,9 +18,9 @@ use burn::tensor::{Device, Gradients, IndexingUpdateOp, Tensor, TensorData};
 
 use super::attention::{self, AttentionInputs, DocumentRows, Heads};
 use super::head::{DraftHead, Projected, Rotation};
-use super::loss::{Gradient, TargetDistribution, head_loss, index};
+use super::loss::{Gradient, TargetDistribution, head_loss};
 use crate::recipe::LossKind;
-use crate::target::model::rms_norm;
+use crate::target::model::{index, rms_norm};
 use crate::target::rope::RopeTable;
 
 /// One sequence with its target's states.
@@ -51,8 +51,8 @@ pub struct Teacher {
 impl Teacher {
     /// Embeddings of `ids`, `[ids, target_hidden]`.
     pub fn embed(&self, ids: &[u32]) -> Tensor<2> {
-        let rows: Vec<usize> = ids.iter().map(|&id| id as usize).collect();
-        self.embeddings.clone().select(0, index(&rows, &self.embeddings.device()))
+        let rows = ids.iter().map(|&id| id as usize);
+        self.embeddings.clone().select(0, index(rows, &self.embeddings.device()))
     }
 
     /// The target's distributions over the draft vocabulary after its last states `[rows, target_hidden]`.
@@ -223,7 +223,7 @@ pub fn step(
     let fused = tracked.fuse(aux);
     let target = teacher.distribution(gather_targets(documents, &layout, &device));
 
-    let queries = index(&layout.queries, &device);
+    let queries = index(layout.queries.iter().copied(), &device);
     let mut taken: Vec<Taken> = Vec::new();
     let mut feature = plain(fused.clone());
     for (k, &all_counted) in counts.iter().enumerate().take(objective.steps) {
@@ -240,7 +240,7 @@ pub fn step(
         let (output, normed) = tracked.finish(attended_leaf.clone(), residual_leaf.clone());
 
         let counted = &layout.counted[k];
-        let rows = index(&counted.rows, &device);
+        let rows = index(counted.rows.iter().copied(), &device);
         let flat = plain(normed.clone());
         let weight = objective.decay.powi(k as i32) / (all_counted as f64 + 1e-5);
         let picked = flat.clone().select(0, rows.clone());

@@ -2,7 +2,8 @@
 //!
 //! In: a Hugging Face folder or a GGUF file. Out: hidden states (prefill) and sampled tokens (generation).
 //! Open `config.rs` for the shape, `weights.rs` for safetensors and GGUF, `tokenizer.rs` for ids and chat templates,
-//! `fetch.rs` for the download, `model.rs` for the layers, `generate.rs` for decoding.
+//! `fetch.rs` for the download, `family.rs` for what models/ adds, `model.rs` for the layers, `cache.rs` for the keys and
+//! values of a batch, `generate.rs` for sampling and decoding.
 
 pub mod cache;
 pub mod config;
@@ -29,6 +30,7 @@ pub struct Rope {
     pub scaling: RopeScaling,
 }
 
+/// How a checkpoint stretches its positions; the formulas stand in [`rope`].
 #[derive(Debug, Clone, PartialEq)]
 pub enum RopeScaling {
     None,
@@ -61,8 +63,11 @@ pub struct HostTensor {
 
 /// Named weights under their Hugging Face names (`model.layers.0.self_attn.q_proj.weight`), wherever they are stored.
 pub trait WeightSource {
+    /// Reads one weight as float32.
+    ///
     /// # Errors
     /// When the tensor is absent, torn, or of a type that is not a float.
     fn tensor(&self, name: &str) -> Result<HostTensor, TargetError>;
+    /// Whether there is a weight of this name.
     fn contains(&self, name: &str) -> bool;
 }

@@ -37,15 +37,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         None => {
             let data = road.data()?;
             let config = road.draft_config()?;
-            let supervised = data.train.iter().map(|s| (&s.ids[..], &s.loss_mask[..]));
-            let size = config.draft_vocab_size;
-            let counted = eaglet::draft::vocab::DraftVocab::count(
-                supervised,
-                size,
-                road.files.config.vocab_size,
-                &road.always()?,
-            );
-            (counted.into_diagnostic()?.0, config)
+            (road.vocab(&data.train, config.draft_vocab_size)?, config)
         }
     };
     let saved = Checkpoints::load(&path, &config, &road.device).into_diagnostic()?;

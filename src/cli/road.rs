@@ -112,6 +112,16 @@ impl Road {
         Ok(ids)
     }
 
+    /// The draft vocabulary counted over training sequences.
+    pub fn vocab(&self, train: &[TrainSequence], size: usize) -> Result<DraftVocab> {
+        let supervised = train.iter().map(|s| (&s.ids[..], &s.loss_mask[..]));
+        let target = self.files.config.vocab_size;
+        let (vocab, coverage) = DraftVocab::count(supervised, size, target, &self.always()?).into_diagnostic()?;
+        let share = coverage.share() * 100.0;
+        eprintln!("draft vocabulary: {} of {target} tokens cover {share:.2}% of the supervised tokens", vocab.len());
+        Ok(vocab)
+    }
+
     /// What training needs of the target.
     pub fn teacher(&self, model: &TargetModel, vocab: &DraftVocab) -> Teacher {
         Teacher {

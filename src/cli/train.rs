@@ -155,7 +155,6 @@ fn prepare_folder(recipe: &Recipe, arguments: &Arguments) -> Result<()> {
 
 /// The draft vocabulary: counted, or that of the head that training starts from, which then also gives the shape.
 fn draft_vocab(road: &Road, data: &Data, config: &mut DraftConfig) -> Result<(DraftVocab, Option<DraftHead>)> {
-    let supervised = || data.train.iter().map(|s| (&s.ids[..], &s.loss_mask[..]));
     if let Some(folder) = &road.recipe.train.init_from {
         let (head, vocab) = load_head(folder, &road.device)?;
         if head.config.aux_layers != road.store.layers {
@@ -175,13 +174,7 @@ fn draft_vocab(road: &Road, data: &Data, config: &mut DraftConfig) -> Result<(Dr
         *config = head.config.clone();
         return Ok((vocab, Some(head)));
     }
-    let (size, target) = (config.draft_vocab_size, road.files.config.vocab_size);
-    let (vocab, coverage) = DraftVocab::count(supervised(), size, target, &road.always()?).into_diagnostic()?;
-    eprintln!(
-        "draft vocabulary: {} of {target} tokens cover {:.2}% of the supervised tokens",
-        vocab.len(),
-        coverage.share() * 100.0
-    );
+    let vocab = road.vocab(&data.train, config.draft_vocab_size)?;
     Ok((vocab, None))
 }
 

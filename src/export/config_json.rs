@@ -178,7 +178,7 @@ pub fn from_json(json: &Value) -> Result<DraftConfig, String> {
         num_key_value_heads: size_in(layer, "num_key_value_heads")?.unwrap_or(num_attention_heads),
         head_dim: size_in(layer, "head_dim")?.unwrap_or(hidden_size / num_attention_heads),
         rms_norm_eps,
-        rope: rope_of(layer)?,
+        rope: Rope::from_json(layer)?,
         max_position_embeddings: size_in(layer, "max_position_embeddings")?.unwrap_or(2048),
         vocab_size,
         draft_vocab_size: size_in(json, "draft_vocab_size")?.unwrap_or(vocab_size),
@@ -247,43 +247,6 @@ pub(super) fn same_shape(a: &DraftConfig, b: &DraftConfig) -> bool {
         }
     }
     same(&to_json(a, ""), &to_json(b, ""))
-}
-
-fn rope_of(layer: &Value) -> Result<Rope, String> {
-    let given = ["rope_parameters", "rope_scaling"].iter().find_map(|key| layer.get(key).filter(|v| v.is_object()));
-    let float = |key: &str| given.and_then(|g| g.get(key)).and_then(Value::as_f64);
-    // A theta that is there but no number must not become the default in silence.
-    let theta = match given.and_then(|g| g.get("rope_theta")).or(layer.get("rope_theta")).filter(|v| !v.is_null()) {
-        None => 10_000.0,
-        Some(value) => value.as_f64().ok_or(format!("`rope_theta` is {value}, not a number"))?,
-    };
-    let partial = given.and_then(|g| g.get("partial_rotary_factor")).or(layer.get("partial_rotary_factor"));
-    if let Some(partial) = partial.filter(|v| !v.is_null() && v.as_f64() != Some(1.0)) {
-        return Err(format!("`partial_rotary_factor` is {partial}; only heads that turn all channels are supported"));
-    }
-    let kind = given.and_then(|g| g.get("rope_type").or_else(|| g.get("type"))).and_then(Value::as_str);
-    let need = |key: &str| float(key).ok_or(format!("RoPE scaling without `{key}`"));
-    let scaling = match kind {
-        None | Some("default") => RopeScaling::None,
-        Some("linear") => RopeScaling::Linear { factor: need("factor")? },
-        Some("llama3") => RopeScaling::Llama3 {
-            factor: need("factor")?,
-            low_freq_factor: need("low_freq_factor")?,
-            high_freq_factor: need("high_freq_factor")?,
-            original_max_position: need("original_max_position_embeddings")? as usize,
-        },
-        Some("yarn") => RopeScaling::Yarn {
-            factor: need("factor")?,
-            original_max_position: need("original_max_position_embeddings")? as usize,
-            beta_fast: float("beta_fast").unwrap_or(32.0),
-            beta_slow: float("beta_slow").unwrap_or(1.0),
-            attention_factor: float("attention_factor"),
-            mscale: float("mscale"),
-            mscale_all_dim: float("mscale_all_dim"),
-        },
-        Some(other) => return Err(format!("RoPE scaling `{other}` is not supported")),
-    };
-    Ok(Rope { theta, scaling })
 }
 
 #[cfg(test)]

@@ -91,7 +91,7 @@ impl TargetConfig {
             num_key_value_heads: optional("num_key_value_heads")?.unwrap_or(num_attention_heads),
             head_dim: optional("head_dim")?.unwrap_or(hidden_size / num_attention_heads),
             rms_norm_eps: json.get("rms_norm_eps").and_then(Value::as_f64).unwrap_or(1e-6),
-            rope: rope_from_hugging_face(json, max_position_embeddings, path)?,
+            rope: Rope::from_json(json).map_err(fail)?,
             max_position_embeddings,
             tie_word_embeddings: json.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(false),
             qkv_bias: json.get("attention_bias").and_then(Value::as_bool).unwrap_or(model_type == "qwen2"),
@@ -212,38 +212,53 @@ fn token_ids(value: &Value) -> Vec<u32> {
     }
 }
 
-fn rope_from_hugging_face(json: &Value, max_position: usize, path: &Path) -> Result<Rope, TargetError> {
-    // transformers 5 writes `rope_parameters`, earlier versions `rope_theta` beside `rope_scaling`.
-    let given = ["rope_parameters", "rope_scaling"].iter().find_map(|key| json.get(key).filter(|v| v.is_object()));
-    let float = |key: &str| given.and_then(|g| g.get(key)).and_then(Value::as_f64);
-    let theta = float("rope_theta").or_else(|| json.get("rope_theta").and_then(Value::as_f64)).unwrap_or(10_000.0);
-    let kind = given.and_then(|g| g.get("rope_type").or_else(|| g.get("type"))).and_then(Value::as_str);
-    let need = |key: &str| {
-        let reason = format!("RoPE scaling `{}` without `{key}`", kind.unwrap_or(""));
-        float(key).ok_or(TargetError::Config { path: path.to_path_buf(), reason })
-    };
-    let original = float("original_max_position_embeddings").map_or(max_position, |n| n as usize);
-    let scaling = match kind {
-        None | Some("default") => RopeScaling::None,
-        Some("linear") => RopeScaling::Linear { factor: need("factor")? },
-        Some("llama3") => RopeScaling::Llama3 {
-            factor: need("factor")?,
-            low_freq_factor: need("low_freq_factor")?,
-            high_freq_factor: need("high_freq_factor")?,
-            original_max_position: need("original_max_position_embeddings")? as usize,
-        },
-        Some("yarn") => RopeScaling::Yarn {
-            factor: need("factor")?,
-            original_max_position: original,
-            beta_fast: float("beta_fast").unwrap_or(32.0),
-            beta_slow: float("beta_slow").unwrap_or(1.0),
-            attention_factor: float("attention_factor"),
-            mscale: float("mscale"),
-            mscale_all_dim: float("mscale_all_dim"),
-        },
-        Some(other) => return Err(unsupported(path, format!("RoPE scaling `{other}`"))),
-    };
-    Ok(Rope { theta, scaling })
+impl Rope {
+    /// Reads the keys of a config.json, a target's or a draft's: transformers 5 writes `rope_parameters`, earlier
+    /// versions `rope_theta` beside `rope_scaling`.
+    ///
+    /// # Errors
+    /// Says which key is missing or wrong, or which scaling is not supported.
+    pub fn from_json(json: &Value) -> Result<Self, String> {
+        let given = ["rope_parameters", "rope_scaling"].iter().find_map(|key| json.get(key).filter(|v| v.is_object()));
+        let float = |key: &str| given.and_then(|g| g.get(key)).and_then(Value::as_f64);
+        // A theta that is there but no number must not become the default in silence.
+        let theta = match given.and_then(|g| g.get("rope_theta")).or(json.get("rope_theta")).filter(|v| !v.is_null()) {
+            None => 10_000.0,
+            Some(value) => value.as_f64().ok_or(format!("`rope_theta` is {value}, not a number"))?,
+        };
+        let partial = given.and_then(|g| g.get("partial_rotary_factor")).or(json.get("partial_rotary_factor"));
+        if let Some(partial) = partial.filter(|v| !v.is_null() && v.as_f64() != Some(1.0)) {
+            return Err(format!("`partial_rotary_factor` is {partial}; only RoPE over whole heads is supported"));
+        }
+        let kind = given.and_then(|g| g.get("rope_type").or_else(|| g.get("type"))).and_then(Value::as_str);
+        let need = |key: &str| float(key).ok_or(format!("RoPE scaling without `{key}`"));
+        let original = || {
+            let original = float("original_max_position_embeddings");
+            let original = original.or_else(|| json.get("max_position_embeddings").and_then(Value::as_f64));
+            original.map(|n| n as usize).ok_or("RoPE scaling without `original_max_position_embeddings`".to_string())
+        };
+        let scaling = match kind {
+            None | Some("default") => RopeScaling::None,
+            Some("linear") => RopeScaling::Linear { factor: need("factor")? },
+            Some("llama3") => RopeScaling::Llama3 {
+                factor: need("factor")?,
+                low_freq_factor: need("low_freq_factor")?,
+                high_freq_factor: need("high_freq_factor")?,
+                original_max_position: need("original_max_position_embeddings")? as usize,
+            },
+            Some("yarn") => RopeScaling::Yarn {
+                factor: need("factor")?,
+                original_max_position: original()?,
+                beta_fast: float("beta_fast").unwrap_or(32.0),
+                beta_slow: float("beta_slow").unwrap_or(1.0),
+                attention_factor: float("attention_factor"),
+                mscale: float("mscale"),
+                mscale_all_dim: float("mscale_all_dim"),
+            },
+            Some(other) => return Err(format!("RoPE scaling `{other}` is not supported")),
+        };
+        Ok(Self { theta, scaling })
+    }
 }
 
 /// Llama 3's parameters behind a table of divisors: the published models share all but the factor, which is the

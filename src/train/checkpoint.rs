@@ -310,12 +310,13 @@ mod tests {
 
     #[test]
     fn a_changed_learning_rate_is_shown_and_a_changed_interval_is_not() {
-        let was = Recipe::default();
+        let mut was = Recipe::default();
+        was.train.lr = 0.25;
         let mut is = was.clone();
         is.train.checkpoint_every += 1;
         assert!(differences(&was, &is).is_empty());
         is.train.lr = 0.5;
         let lines = differences(&was, &is);
-        assert_eq!(lines, ["  train.lr: 0.001 in the checkpoint, 0.5 now"]);
+        assert_eq!(lines, ["  train.lr: 0.25 in the checkpoint, 0.5 now"]);
     }
 }

@@ -1,10 +1,9 @@
 //! Captures with the embedded engine.
 
-use indicatif::{ProgressBar, ProgressStyle};
-
 use super::journal::Journal;
 use super::prompts::Prompt;
 use super::{CaptureError, Sampling, Segment, Sequence};
+use crate::progress;
 use crate::recipe::{CaptureRecipe, SegmentKind};
 use crate::signals::Signals;
 use crate::target::generate::{Request, Sampler, generate};
@@ -69,18 +68,16 @@ pub fn capture(
         }
     }
 
-    let bar = ProgressBar::new(requests.len() as u64);
-    let style = ProgressStyle::with_template("capture {wide_bar} {pos}/{len} answers  {msg}  {eta} left");
-    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    let bar = progress::bar(requests.len() as u64, "capture {wide_bar} {pos}/{len} answers  {msg}  {eta} left");
     let begun = std::time::Instant::now();
     let mut drawn = 0;
     let mut failure = None;
     let sampler = Sampler { temperature: recipe.temperature, top_p: recipe.top_p };
-    let progress = |tokens: usize| {
+    let drawing = |tokens: usize| {
         drawn += tokens;
         bar.set_message(format!("{:.0} tokens/s", drawn as f64 / begun.elapsed().as_secs_f64()));
     };
-    generate(model, &requests, sampler, recipe.batch, recipe.seed, progress, |answer| {
+    generate(model, &requests, sampler, recipe.batch, recipe.seed, drawing, |answer| {
         let (id, prompt, held) = &of_request[answer.request];
         let length = answer.output.len();
         let sequence = Sequence {

@@ -11,6 +11,7 @@ use eaglet::evaluate::decode::Speculator;
 use eaglet::evaluate::report::{DecodeReport, Prompt, decode};
 use eaglet::features::extract::{Extracted, extract};
 use eaglet::features::store::FeatureStore;
+use eaglet::progress;
 use eaglet::recipe::Recipe;
 use eaglet::sequences::{ReadOptions, TrainSequence, read};
 use eaglet::signals::Signals;
@@ -19,7 +20,6 @@ use eaglet::target::generate::{Request, argmax, host_rows};
 use eaglet::target::{TargetFiles, TargetModel, WeightSource, fetch};
 use eaglet::train::HeldOut;
 use eaglet::train::init::LentLayer;
-use indicatif::{ProgressBar, ProgressStyle};
 use miette::{IntoDiagnostic, Result, miette};
 use sha2::{Digest, Sha256};
 
@@ -233,9 +233,10 @@ impl Road {
         if prompts.is_empty() {
             return Err(miette!("no held-out prompts to decode; name some in data.held_out"));
         }
-        let bar = ProgressBar::new(prompts.len() as u64 * if compare { 2 } else { 1 });
-        let style = ProgressStyle::with_template("evaluate {wide_bar} {pos}/{len} answers  {eta} left");
-        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        let bar = progress::bar(
+            prompts.len() as u64 * if compare { 2 } else { 1 },
+            "evaluate {wide_bar} {pos}/{len} answers  {eta} left",
+        );
         let report = decode(speculator, &prompts, evaluate.batch, evaluate.seed, compare, || {
             bar.inc(1);
             signals.received().is_none()

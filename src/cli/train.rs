@@ -82,7 +82,6 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         held_out: road.held_out(&model, &held_out)?,
         data: road.data_hash(&data.train, &vocab),
         signals: &signals,
-        quiet: false,
     };
     let finished = match trainer.run(head, arguments.resume).into_diagnostic()? {
         Outcome::Finished(finished) => finished,

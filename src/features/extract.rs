@@ -1,15 +1,14 @@
 //! Extracts states with the embedded engine.
 
-use burn::tensor::Tensor;
-use indicatif::{ProgressBar, ProgressStyle};
-
 use super::FeaturesError;
 use super::file::States;
 use super::store::FeatureStore;
+use crate::progress;
 use crate::sequences::TrainSequence;
 use crate::signals::Signals;
 use crate::target::TargetModel;
 use crate::target::generate::host_rows;
+use burn::tensor::Tensor;
 
 /// What an extraction did.
 #[derive(Debug, Clone, Copy, Default)]
@@ -41,9 +40,7 @@ pub fn extract(
     let missing: Vec<&TrainSequence> = sequences.iter().filter(|s| !store.contains(&s.ids)).copied().collect();
     let mut result = Extracted { found: sequences.len() - missing.len(), ..Extracted::default() };
     let total: usize = missing.iter().map(|s| s.ids.len()).sum();
-    let bar = ProgressBar::new(total as u64);
-    let style = ProgressStyle::with_template("extract {wide_bar} {pos}/{len} tokens  {per_sec}  {eta} left");
-    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    let bar = progress::bar(total as u64, "extract {wide_bar} {pos}/{len} tokens  {per_sec}  {eta} left");
     let begun = std::time::Instant::now();
     let mut said = 0;
     let mut at = 0;

@@ -61,9 +61,9 @@ pub struct DataRecipe {
     pub drop_loops: bool,
     /// Longest sequence in tokens; longer ones are cut at the end.
     pub max_length: usize,
-    /// Stop after this many tokens (prompts included) of training sequences; 0 takes all.
+    /// Most tokens of training sequences, prompts included; those that do not fit are left off. 0 takes all.
     pub max_tokens: usize,
-    /// Stop after this many held-out tokens; 0 takes all.
+    /// The same for held-out sequences.
     pub max_held_out_tokens: usize,
 }
 impl Default for DataRecipe {

@@ -26,7 +26,7 @@ pub struct ReadOptions {
     pub drop_loops: bool,
     /// Longest sequence in tokens; longer ones are cut at the end.
     pub max_length: usize,
-    /// Stop after this many tokens; 0 takes all.
+    /// Most tokens; sequences that do not fit are left off. 0 takes all.
     pub max_tokens: usize,
 }
 

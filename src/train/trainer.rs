@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use burn::tensor::Device;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::ProgressBar;
 use serde_json::json;
 
 use super::checkpoint::{CheckpointError, Checkpoints, Saved, State};
@@ -16,6 +16,7 @@ use crate::draft::acceptance::ChainCounts;
 use crate::draft::head::DraftHead;
 use crate::draft::ttt::{Document, Layout, Objective, Teacher, step};
 use crate::draft::vocab::DraftVocab;
+use crate::progress;
 use crate::recipe::Recipe;
 use crate::sequences::TrainSequence;
 use crate::signals::Signals;
@@ -133,8 +134,6 @@ pub struct Trainer<'a> {
     pub data: String,
     /// Looked at between steps.
     pub signals: &'a Signals,
-    /// No progress bar, for tests inside one process.
-    pub quiet: bool,
 }
 
 impl Trainer<'_> {
@@ -256,7 +255,7 @@ impl Trainer<'_> {
             let text = format!("loss {loss:.3}  accuracy {:.3}  {speed:.0} tok/s", share(0));
             bar.set_message(text.clone());
             bar.inc(1);
-            if bar.is_hidden() && !self.quiet && (state.step.is_multiple_of(20) || state.step == total) {
+            if bar.is_hidden() && (state.step.is_multiple_of(20) || state.step == total) {
                 let left = begun.elapsed().mul_f64((total - state.step) as f64 / recent.len() as f64);
                 tracing::info!("step {}/{total}  {text}  {} left", state.step, indicatif::HumanDuration(left));
             }
@@ -313,11 +312,7 @@ impl Trainer<'_> {
     }
 
     fn progress(&self, total: usize, done: usize) -> ProgressBar {
-        let target = if self.quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
-        let bar = ProgressBar::with_draw_target(Some(total as u64), target);
-        let style = ProgressStyle::with_template("train {wide_bar} step {pos}/{len}  {msg}  {eta} left")
-            .unwrap_or_else(|_| ProgressStyle::default_bar());
-        bar.set_style(style);
+        let bar = progress::bar(total as u64, "train {wide_bar} step {pos}/{len}  {msg}  {eta} left");
         bar.set_position(done as u64);
         bar.reset_eta();
         bar

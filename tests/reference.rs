@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use burn::tensor::{Device, Tensor};
 use eaglet::target::generate::{Request, Sampler, argmax, generate, host_rows};
-use eaglet::target::{Message, TargetFiles, TargetModel};
+use eaglet::target::{Message, Rendering, TargetFiles, TargetModel};
 use safetensors::SafeTensors;
 
 fn weights() -> Option<TargetFiles> {
@@ -109,11 +109,15 @@ fn the_gguf_tokenizer_writes_the_reference_prompts() {
     let facts = metadata.metadata().as_ref().unwrap();
     let tokenizer = files.tokenizer().unwrap();
     for n in 0..3 {
-        let message = Message { role: "user".into(), content: facts[&format!("prompt{n}")].clone() };
+        let message = Message::new("user", facts[&format!("prompt{n}")].clone());
         let length = i64s(&reference, &format!("{n}.prompt_length"))[0] as usize;
         let ids: Vec<u32> = i64s(&reference, &format!("{n}.token_ids"))[..length].iter().map(|&id| id as u32).collect();
-        assert_eq!(tokenizer.prompt_ids(std::slice::from_ref(&message)).unwrap(), ids, "prompt {n}");
-        assert_eq!(tokenizer.decode(&ids).unwrap(), tokenizer.render(&[message]).unwrap());
+        assert_eq!(
+            tokenizer.prompt_ids(std::slice::from_ref(&message), Rendering::default()).unwrap(),
+            ids,
+            "prompt {n}"
+        );
+        assert_eq!(tokenizer.decode(&ids).unwrap(), tokenizer.render(&[message], Rendering::default()).unwrap());
     }
 }
 

@@ -212,13 +212,15 @@ fn capture_answers_each_prompt_once() {
         text(&output)
     };
     assert!(capture().contains("12 answers captured"));
-    let train = folder.path().join("capture/train.jsonl");
-    let bytes = std::fs::read(&train).unwrap();
+    let journal = folder.path().join("capture/journal.jsonl");
+    let train = std::fs::read(folder.path().join("capture/train.jsonl")).unwrap();
+    let bytes = std::fs::read(&journal).unwrap();
     let first: serde_json::Value = serde_json::from_slice(bytes.split(|&b| b == b'\n').next().unwrap()).unwrap();
     assert_eq!(first["prompt_ids"][0], 0);
     assert!(capture().contains("0 answers captured"));
     // A kill in the middle of a line loses that answer alone, and it comes back the same.
-    std::fs::write(&train, &bytes[..bytes.len() - 10]).unwrap();
+    std::fs::write(&journal, &bytes[..bytes.len() - 10]).unwrap();
     assert!(capture().contains("1 answers captured"));
-    assert_eq!(std::fs::read(&train).unwrap(), bytes);
+    assert_eq!(std::fs::read(&journal).unwrap(), bytes);
+    assert_eq!(std::fs::read(folder.path().join("capture/train.jsonl")).unwrap(), train);
 }

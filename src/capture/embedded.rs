@@ -1,10 +1,13 @@
 //! Captures with the embedded engine.
 
+use super::jobs::{self, Bounds, Classes};
 use super::journal::Journal;
 use super::prompts::Prompt;
-use super::{CaptureError, Sampling, Segment, Sequence};
+use super::reasoning::{Marks, cut};
+use super::render::Renderer;
+use super::{CaptureError, Job, Sampling, Sequence};
 use crate::progress;
-use crate::recipe::{CaptureRecipe, SegmentKind};
+use crate::recipe::CaptureRecipe;
 use crate::signals::Signals;
 use crate::target::generate::{Request, Sampler, generate};
 use crate::target::{TargetModel, TargetTokenizer};
@@ -20,15 +23,11 @@ pub struct Captured {
     pub output_tokens: usize,
     /// Answers cut by the token cap.
     pub cut: usize,
-    /// Answers that repeat themselves, set apart.
-    pub looped: usize,
     /// A signal stopped the run; the same command goes on.
     pub interrupted: Option<i32>,
 }
 
-/// Answers every prompt that the files of `out` do not hold yet and appends the answer to `train.jsonl` or
-/// `held_out.jsonl`, or to `looped.jsonl` where `is_loop` says that it repeats itself: kept, but neither trained on nor
-/// measured on.
+/// Answers every prompt that the journal does not hold yet.
 ///
 /// # Errors
 /// When a prompt cannot be rendered or a file cannot be written; what was captured stays.
@@ -36,37 +35,24 @@ pub fn capture(
     prompts: &[Prompt],
     recipe: &CaptureRecipe,
     model: &TargetModel,
-    tokenizer: &TargetTokenizer,
-    is_loop: impl Fn(&[u32]) -> bool,
+    tokenizer: TargetTokenizer,
+    marks: &Marks,
     signals: &Signals,
 ) -> Result<Captured, CaptureError> {
-    std::fs::create_dir_all(&recipe.out).map_err(CaptureError::io(&recipe.out))?;
-    let (mut train, mut done) = Journal::open(&recipe.out.join("train.jsonl"))?;
-    let (mut held_out, more) = Journal::open(&recipe.out.join("held_out.jsonl"))?;
-    let (mut looped, still_more) = Journal::open(&recipe.out.join("looped.jsonl"))?;
-    done.extend(more.into_iter().chain(still_more));
-    let mut result = Captured { found: done.len(), ..Captured::default() };
-
-    let mut requests = Vec::new();
-    let mut of_request = Vec::new();
-    for sample in 0..recipe.samples.max(1) {
-        for prompt in prompts {
-            let held = prompt.is_held_out(recipe.held_out_share);
-            let id = if sample == 0 { prompt.id.clone() } else { format!("{}#{sample}", prompt.id) };
-            // One answer is enough to measure on.
-            if (held && sample > 0) || done.contains(&id) {
-                continue;
-            }
-            let ids = tokenizer.prompt_ids(&prompt.messages)?;
-            let room = model.config.max_position_embeddings.saturating_sub(ids.len());
-            if room == 0 {
-                tracing::warn!("{id}: the prompt fills the target's context; skipped");
-                continue;
-            }
-            requests.push(Request { name: id.clone(), prompt: ids, max_tokens: recipe.max_tokens.min(room) });
-            of_request.push((id, prompt, held));
-        }
+    let (mut journal, before) = Journal::open(&recipe.out, |_| {})?;
+    let mut result = Captured { found: before.answered.len(), ..Captured::default() };
+    let classes = Classes::new(recipe);
+    let renderer = Renderer::Tokenizer(Box::new(tokenizer));
+    let ids = renderer.local(prompts, recipe.thinking);
+    let bounds = Bounds { room: model.config.max_position_embeddings, vocab_size: model.config.vocab_size };
+    let planned = jobs::plan(prompts, &ids, &classes, recipe, bounds, &before.answered);
+    for skipped in &planned.skipped {
+        tracing::warn!("{}: not asked: {}", skipped.id, skipped.reason);
     }
+    let jobs = planned.jobs;
+    let request =
+        |job: &Job| Request { name: job.id.clone(), prompt: job.prompt_ids.to_vec(), max_tokens: job.max_tokens };
+    let requests: Vec<Request> = jobs.iter().map(request).collect();
 
     let bar = progress::bar(requests.len() as u64, "capture {wide_bar} {pos}/{len} answers  {msg}  {eta} left");
     let begun = std::time::Instant::now();
@@ -78,26 +64,19 @@ pub fn capture(
         bar.set_message(format!("{:.0} tokens/s", drawn as f64 / begun.elapsed().as_secs_f64()));
     };
     generate(model, &requests, sampler, recipe.batch, recipe.seed, drawing, |answer| {
-        let (id, prompt, held) = &of_request[answer.request];
+        let job = &jobs[answer.request];
         let length = answer.output.len();
         let sequence = Sequence {
-            id: id.clone(),
-            dataset: prompt.dataset.clone(),
-            prompt_ids: requests[answer.request].prompt.clone(),
+            id: job.id.clone(),
+            dataset: job.dataset.clone(),
+            prompt_ids: job.prompt_ids.to_vec(),
+            segments: cut(&job.prompt_ids, &answer.output, !answer.stopped, marks).segments,
             output_ids: answer.output,
             finish_reason: if answer.stopped { "stop" } else { "length" }.into(),
             sampling: Some(Sampling { temperature: recipe.temperature, top_p: recipe.top_p, seed: recipe.seed }),
-            segments: vec![Segment { kind: SegmentKind::Answer, start: 0, end: length }],
+            took: None,
         };
-        let journal = match (is_loop(&sequence.output_ids), *held) {
-            (true, _) => {
-                result.looped += 1;
-                &mut looped
-            }
-            (false, true) => &mut held_out,
-            (false, false) => &mut train,
-        };
-        if let Err(error) = journal.append(&sequence) {
+        if let Err(error) = journal.answer(&sequence) {
             failure = Some(error);
             return false;
         }

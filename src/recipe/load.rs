@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
 
-use super::Recipe;
+use super::{Concurrency, EngineKind, Recipe};
 
 /// What is wrong with a recipe, and where.
 #[derive(Debug, thiserror::Error)]
@@ -24,7 +24,25 @@ pub enum RecipeError {
 }
 
 /// Keys whose default is absent; the others are known from the defaults themselves.
-const OPTIONAL: [&str; 4] = ["target.family", "target.hub", "target.pip", "train.init_from"];
+const OPTIONAL: [&str; 17] = [
+    "target.family",
+    "target.hub",
+    "target.pip",
+    "train.init_from",
+    "capture.api_key_env",
+    "capture.api_key_file",
+    "capture.class.name",
+    "capture.class.datasets",
+    "capture.class.min_prompt_tokens",
+    "capture.class.max_prompt_tokens",
+    "capture.class.max_tokens",
+    "capture.class.temperature",
+    "capture.class.top_p",
+    "capture.class.top_k",
+    "capture.class.samples",
+    "capture.class.take",
+    "capture.class.concurrency",
+];
 
 impl Recipe {
     /// Reads a recipe, applies overrides of the form `train.lr=3e-4`, and makes paths absolute: those in the file
@@ -101,8 +119,9 @@ impl Recipe {
         let absolute = |path: &mut PathBuf| *path = clean(&base.join(&*path));
         let Self { target, data, capture, train, features, export, .. } = self;
         [&mut target.path, &mut capture.out, &mut train.out].into_iter().for_each(absolute);
-        data.train.iter_mut().chain(&mut data.held_out).chain(&mut capture.prompts).for_each(absolute);
-        train.init_from.iter_mut().for_each(absolute);
+        data.train.iter_mut().chain(&mut data.held_out).for_each(absolute);
+        capture.prompts.iter_mut().filter(|p| !is_hub(p)).for_each(absolute);
+        capture.api_key_file.iter_mut().chain(&mut train.init_from).for_each(absolute);
         features.cache = clean(&train.out.join(&features.cache));
         export.out = clean(&train.out.join(&export.out));
     }
@@ -137,6 +156,45 @@ impl Recipe {
         rule(capture.max_tokens > 0, "capture.max_tokens", "0".into(), "it must be at least 1")?;
         rule(capture.batch > 0, "capture.batch", "0".into(), "it must be at least 1")?;
         rule(capture.samples > 0, "capture.samples", "0".into(), "it must be at least 1")?;
+        rule(
+            capture.engine == EngineKind::Embedded || !capture.servers.is_empty(),
+            "capture.servers",
+            "[]".into(),
+            "an engine that is not embedded needs the address of a server, like `http://127.0.0.1:30000`",
+        )?;
+        let odd = capture.servers.iter().find(|s| !s.starts_with("http://") && !s.starts_with("https://"));
+        rule(odd.is_none(), "capture.servers", format!("{odd:?}"), "addresses begin with http:// or https://")?;
+        rule(
+            matches!(capture.reasoning_tokens.len(), 0 | 2),
+            "capture.reasoning_tokens",
+            format!("{:?}", capture.reasoning_tokens),
+            "two ids are wanted: the one that opens reasoning and the one that closes it",
+        )?;
+        rule(
+            positive(capture.idle_timeout_s),
+            "capture.idle_timeout_s",
+            capture.idle_timeout_s.to_string(),
+            "it must be above 0",
+        )?;
+        let fixed = std::iter::once(capture.concurrency).chain(capture.class.iter().filter_map(|c| c.concurrency));
+        rule(
+            fixed.into_iter().all(|c| c != Concurrency::Fixed(0)),
+            "capture.concurrency",
+            "0".into(),
+            "it must be `auto` or at least 1",
+        )?;
+        for class in &capture.class {
+            let good = class.max_tokens != Some(0)
+                && class.samples != Some(0)
+                && class.temperature.is_none_or(not_negative)
+                && class.top_p.is_none_or(|p| positive(p) && p <= 1.0);
+            rule(
+                good,
+                "capture.class",
+                format!("{:?}", class.name),
+                "max_tokens and samples are at least 1, temperature at least 0, top_p above 0 and at most 1",
+            )?;
+        }
         rule(
             share(capture.held_out_share),
             "capture.held_out_share",
@@ -251,10 +309,16 @@ fn check_keys(table: &Table, known: &[String], place: &dyn Fn(&str) -> String) -
             sections.dedup();
             return unknown(section.clone(), &sections);
         }
-        for key in inner.keys() {
+        for (key, value) in inner {
             let dotted = format!("{section}.{key}");
             if !known.contains(&dotted) {
                 return unknown(dotted, known);
+            }
+            for item in value.as_array().into_iter().flatten().filter_map(Value::as_table).flat_map(Table::keys) {
+                let deeper = format!("{dotted}.{item}");
+                if !known.contains(&deeper) {
+                    return unknown(deeper, known);
+                }
             }
         }
     }
@@ -274,14 +338,14 @@ fn line_of(text: &str, at: usize) -> usize {
 
 /// The line of a dotted key: its last part, in its section where the file has one.
 fn find_line(text: &str, key: &str) -> usize {
-    let (section, name) = key.split_once('.').unwrap_or(("", key));
-    let header = format!("[{section}]");
+    let (section, name) = key.rsplit_once('.').unwrap_or(("", key));
+    let (header, array) = (format!("[{section}]"), format!("[[{section}]]"));
     let mut here = section.is_empty();
     let mut found = 1;
     for (i, line) in text.lines().enumerate() {
         let line = line.trim();
         if line.starts_with('[') {
-            here = line == header;
+            here = line == header || line == array;
             if here || line == format!("[{name}]") {
                 found = i + 1;
             }
@@ -294,6 +358,11 @@ fn find_line(text: &str, key: &str) -> usize {
         }
     }
     found
+}
+
+/// Whether a prompt source names a dataset of the hub.
+fn is_hub(path: &Path) -> bool {
+    path.to_str().is_some_and(|text| text.starts_with("hub:"))
 }
 
 /// A path without `.` and `..`, by its text alone.
@@ -359,6 +428,11 @@ mod tests {
             ("[trian]\nlr = 1", &[], "r.toml:1: unknown key `trian`; the nearest known one is `train`"),
             ("", &["train.l=1"], "--set train.l=1: unknown key `train.l`; the nearest known one is `train.lr`"),
             ("", &["evaluate.kk=1"], "nearest known one is `evaluate.k`"),
+            (
+                "[capture]\n[[capture.class]]\nname = \"a\"\n\n[[capture.class]]\nmax_token = 1",
+                &[],
+                "r.toml:6: unknown key `capture.class.max_token`; the nearest known one is `capture.class.max_tokens`",
+            ),
         ] {
             let error = parse(text, sets).unwrap_err().to_string();
             assert!(error.contains(says), "{error}");
@@ -373,6 +447,8 @@ mod tests {
             ("[data]\non_bad = \"ignore\"", &[], "r.toml:2"),
             ("[train]\nlr = 1", &["train.lr=-1"], "--set train.lr=-1"),
             ("[train", &[], "r.toml:1"),
+            ("[capture]\nengine = \"vllm\"", &[], "an engine that is not embedded needs the address"),
+            ("[capture]\nconcurrency = \"many\"", &[], "r.toml:2"),
             ("", &["train.lr"], "key=value"),
             ("", &["train.epochs=many"], "--set train.epochs=many"),
         ] {
@@ -384,12 +460,14 @@ mod tests {
     #[test]
     fn the_absent_keys_are_all_listed() {
         // A recipe with every optional key set has exactly the known keys.
-        let full = "[target]\nfamily = \"f\"\nhub = \"h\"\npip = \"p\"\n[train]\ninit_from = \"d\"";
-        let mut recipe = parse(full, &[]).unwrap();
-        recipe.train.lr = 1.0;
+        let full = "[target]\nfamily = \"f\"\nhub = \"h\"\npip = \"p\"\n[train]\ninit_from = \"d\"\n[capture]\n\
+            api_key_env = \"K\"\napi_key_file = \"k\"\n[[capture.class]]\nmin_prompt_tokens = 1\nmax_prompt_tokens = 2\n\
+            max_tokens = 3\ntemperature = 1\ntop_p = 1\ntop_k = 1\nsamples = 1\ntake = 1\nconcurrency = \"auto\"";
+        let recipe = parse(full, &[]).unwrap();
         let Value::Table(table) = Value::try_from(&recipe).unwrap() else { panic!() };
         let count: usize = table.values().map(|section| section.as_table().unwrap().len()).sum();
-        assert_eq!(count, known_keys().len());
+        let class = table["capture"]["class"][0].as_table().unwrap().len();
+        assert_eq!(count + class, known_keys().len());
     }
 
     proptest! {

@@ -98,43 +98,195 @@ pub enum OnBad {
     Refuse,
 }
 
-/// How prompts become captured sequences with the embedded engine (`eaglet capture`).
+/// Who answers the prompts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum EngineKind {
+    /// The target runs in this process.
+    #[serde(rename = "embedded")]
+    Embedded,
+    #[serde(rename = "sglang")]
+    Sglang,
+    #[serde(rename = "vllm")]
+    Vllm,
+    #[serde(rename = "llama.cpp")]
+    LlamaCpp,
+}
+
+/// Requests in flight at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Concurrency {
+    Fixed(usize),
+    Auto(Auto),
+}
+
+/// The word `auto`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Auto {
+    Auto,
+}
+
+/// Which assistant turns of a conversation the target answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Regenerate {
+    /// The last one; earlier turns stay as they are in the data.
+    Last,
+    /// Every one, each behind the target's own earlier answers.
+    All,
+}
+
+/// What the chat template is told about thinking.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Thinking {
+    /// Nothing: what the model does unasked.
+    Default,
+    /// `thinking` and `enable_thinking` are true.
+    On,
+    /// They are false.
+    Off,
+}
+
+/// Who turns messages into a prompt's ids.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Render {
+    /// The target's own files where they suffice, else the server. run.json says which it was.
+    Auto,
+    /// The chat template and tokenizer.json at `target.path`.
+    Tokenizer,
+    /// The server's template and tokenizer.
+    Server,
+}
+
+/// Whether answers must carry reasoning.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReasoningRule {
+    /// Sixteen answers in a row without any stop the run.
+    Required,
+    /// Counted, shown, never refused.
+    Optional,
+    /// One answer with reasoning stops the run.
+    Forbidden,
+}
+
+/// How prompts become captured sequences (`eaglet capture`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CaptureRecipe {
-    /// JSONL files of `{id, dataset, messages}`.
+    /// Files (JSONL, JSON, Parquet), folders, globs, or `hub:owner/name` for a dataset of the Hugging Face hub.
     pub prompts: Vec<PathBuf>,
-    /// Folder that receives train.jsonl and held_out.jsonl.
+    /// Folder that receives journal.jsonl, and train.jsonl and held_out.jsonl made from it.
     pub out: PathBuf,
+    /// `embedded`, `sglang`, `vllm` or `llama.cpp`.
+    pub engine: EngineKind,
+    /// Base addresses of the servers, like `http://127.0.0.1:30000`; all serve the same model.
+    pub servers: Vec<String>,
+    /// Environment variable that holds the servers' API key.
+    pub api_key_env: Option<String>,
+    /// File that holds the servers' API key.
+    pub api_key_file: Option<PathBuf>,
+    /// `last` or `all` assistant turns.
+    pub regenerate: Regenerate,
+    /// `default`, `on` or `off`.
+    pub thinking: Thinking,
+    /// `auto`, `tokenizer` or `server`.
+    pub render: Render,
+    /// `required`, `optional` or `forbidden`.
+    pub reasoning: ReasoningRule,
+    /// The tokens that open and close reasoning; empty takes the family's, else `<think>` and `</think>`.
+    pub reasoning_tokens: Vec<u32>,
+    /// Tokens that end an answer beside those the server knows; Kimi-K2.5 needs 163586.
+    pub stop_token_ids: Vec<u32>,
+    /// Vocabulary size that ids are checked against; 0 takes the family's, else the target's.
+    pub vocab_size: usize,
     /// Sampling temperature; 0 is greedy.
     pub temperature: f64,
     /// Draws from the likeliest tokens that together reach this probability.
     pub top_p: f64,
+    /// Draws from this many likeliest tokens; 0 from all. Sent even then: vLLM would take the model's own default.
+    pub top_k: usize,
     /// Cap on output tokens.
     pub max_tokens: usize,
     /// Answers sampled for each prompt.
     pub samples: usize,
-    /// Sequences decoded together.
+    /// Prompts taken of each dataset, by a hash of their ids; 0 takes all.
+    pub take: usize,
+    /// Requests in flight, all classes and servers together: `auto` or a number.
+    pub concurrency: Concurrency,
+    /// Answers arrive token by token, so that a run knows what is in flight.
+    pub stream: bool,
+    /// Seconds without a byte from the server after which a request is given up and asked again.
+    pub idle_timeout_s: f64,
+    /// Times a request is asked again after a failure that may pass.
+    pub retries: usize,
+    /// Sequences decoded together by the embedded engine.
     pub batch: usize,
     /// Share of prompts held out, chosen by a hash of the prompt id.
     pub held_out_share: f64,
     /// Seed of everything random in this section.
     pub seed: u64,
+    /// Prompts that are treated otherwise; the first class that matches is taken.
+    pub class: Vec<ClassRecipe>,
 }
 impl Default for CaptureRecipe {
     fn default() -> Self {
         Self {
             prompts: vec![],
             out: "capture".into(),
+            engine: EngineKind::Embedded,
+            servers: vec![],
+            api_key_env: None,
+            api_key_file: None,
+            regenerate: Regenerate::Last,
+            thinking: Thinking::Default,
+            render: Render::Auto,
+            reasoning: ReasoningRule::Optional,
+            reasoning_tokens: vec![],
+            stop_token_ids: vec![],
+            vocab_size: 0,
             temperature: 0.7,
             top_p: 1.0,
+            top_k: 0,
             max_tokens: 512,
             samples: 1,
+            take: 0,
+            concurrency: Concurrency::Auto(Auto::Auto),
+            stream: true,
+            idle_timeout_s: 3600.0,
+            retries: 6,
             batch: 48,
             held_out_share: 0.1,
             seed: 1,
+            class: vec![],
         }
     }
+}
+
+/// Prompts of some datasets or lengths, and what is other for them. What is absent is as in `[capture]`.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ClassRecipe {
+    /// Shown beside the class's figures.
+    pub name: String,
+    /// Datasets, where `*` stands for any letters; empty means all.
+    pub datasets: Vec<String>,
+    /// Shortest prompt in tokens.
+    pub min_prompt_tokens: Option<usize>,
+    /// Longest prompt in tokens.
+    pub max_prompt_tokens: Option<usize>,
+    pub max_tokens: Option<usize>,
+    pub temperature: Option<f64>,
+    pub top_p: Option<f64>,
+    pub top_k: Option<usize>,
+    pub samples: Option<usize>,
+    /// Prompts taken of each dataset of the class; 0 takes all.
+    pub take: Option<usize>,
+    /// Requests of this class in flight.
+    pub concurrency: Option<Concurrency>,
 }
 
 /// Hidden states of the target.

@@ -21,6 +21,10 @@ pub struct Family {
     pub special_token_ids: Vec<u32>,
     /// Tokens around reasoning text, where the model thinks.
     pub reasoning: Option<Reasoning>,
+    /// Tokens around calls of tools.
+    pub tool_calls: Option<Reasoning>,
+    /// Room the KV cache takes.
+    pub kv: KvShape,
     /// A draft head that suits the model.
     pub draft: SuggestedDraft,
 }
@@ -31,6 +35,23 @@ pub struct Family {
 pub struct Reasoning {
     pub start: u32,
     pub end: u32,
+}
+
+/// What a token takes in the KV cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KvShape {
+    /// Values a layer keeps of a token: keys and values of all KV heads, or MLA's latent with its rotary part.
+    pub values_per_layer: usize,
+    /// MLA's latent stands whole on every GPU of a tensor-parallel group, so that more GPUs give no more room.
+    pub replicated: bool,
+}
+
+impl Family {
+    /// Bytes a token takes in the KV cache at so many bytes a value.
+    pub fn kv_bytes_per_token(&self, bytes_per_value: usize) -> usize {
+        self.kv.values_per_layer * self.num_hidden_layers * bytes_per_value
+    }
 }
 
 /// A draft head's shape.
@@ -112,6 +133,9 @@ mod tests {
             assert!(family.always().iter().all(|&id| (id as usize) < family.vocab_size), "{name}");
             assert_eq!(family.draft.num_attention_heads % family.draft.num_key_value_heads, 0, "{name}");
         }
+        // MLA: (512 + 64) values a layer over 61 layers, two bytes each; vLLM reports 70,276 on eight GPUs.
+        assert_eq!(Family::named("kimi-k2.5").unwrap().kv_bytes_per_token(2), 70_272);
+        assert_eq!(Family::named("smollm2-135m").unwrap().kv_bytes_per_token(2), 23_040);
         let error = Family::named("kimi-k2").unwrap_err().to_string();
         assert!(error.contains("kimi-k2.5"), "{error}");
     }

@@ -20,7 +20,7 @@ pub mod weights;
 pub use config::TargetConfig;
 pub use error::TargetError;
 pub use model::TargetModel;
-pub use tokenizer::{Message, TargetTokenizer};
+pub use tokenizer::{Message, Rendering, TargetTokenizer};
 pub use weights::TargetFiles;
 
 /// Rotary position embedding, rotate-half form over the whole head.

@@ -24,6 +24,25 @@ pub struct Message {
     /// `system`, `user`, `assistant` or `tool`.
     pub role: String,
     pub content: String,
+    /// What else templates look at: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`.
+    #[serde(flatten)]
+    pub more: serde_json::Map<String, Value>,
+}
+
+impl Message {
+    /// A turn of plain text.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into(), more: serde_json::Map::new() }
+    }
+}
+
+/// What a prompt is rendered with beside its messages.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Rendering<'a> {
+    /// Functions the model may call, as the template wants them.
+    pub tools: Option<&'a Value>,
+    /// Tells the template to think or not; `None` leaves it to the model.
+    pub thinking: Option<bool>,
 }
 
 /// A target's tokenizer with its chat template.
@@ -147,6 +166,20 @@ impl TargetTokenizer {
         self.tokenizer.decode(ids, false).map_err(fail)
     }
 
+    /// Text of token ids, special tokens left out.
+    ///
+    /// # Errors
+    /// When the tokenizer cannot decode them.
+    pub fn decode_plain(&self, ids: &[u32]) -> Result<String, TargetError> {
+        let fail = |e: tokenizers::Error| TargetError::Tokenizer { path: self.path.clone(), reason: e.to_string() };
+        self.tokenizer.decode(ids, true).map_err(fail)
+    }
+
+    /// Whether the target ships a chat template.
+    pub fn has_template(&self) -> bool {
+        !self.template.is_empty()
+    }
+
     /// The id of one token by its text.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.tokenizer.token_to_id(token)
@@ -164,7 +197,7 @@ impl TargetTokenizer {
     ///
     /// # Errors
     /// When there is no template, or it refuses the messages.
-    pub fn render(&self, messages: &[Message]) -> Result<String, TargetError> {
+    pub fn render(&self, messages: &[Message], rendering: Rendering) -> Result<String, TargetError> {
         let fail = |reason: String| TargetError::Template { path: self.path.clone(), reason };
         if self.template.is_empty() {
             return Err(fail("the target ships none".into()));
@@ -183,6 +216,14 @@ impl TargetTokenizer {
             for (name, text) in &self.named {
                 values[name] = Value::from(text.as_str());
             }
+            if let Some(tools) = rendering.tools {
+                values["tools"] = tools.clone();
+            }
+            if let Some(on) = rendering.thinking {
+                // Models name the switch one way or the other.
+                values["thinking"] = on.into();
+                values["enable_thinking"] = on.into();
+            }
             environment.get_template("chat")?.render(minijinja::value::Serde(values))
         };
         render().map_err(|e| fail(format!("{e:#}")))
@@ -192,8 +233,8 @@ impl TargetTokenizer {
     ///
     /// # Errors
     /// As those two.
-    pub fn prompt_ids(&self, messages: &[Message]) -> Result<Vec<u32>, TargetError> {
-        self.encode(&self.render(messages)?)
+    pub fn prompt_ids(&self, messages: &[Message], rendering: Rendering) -> Result<Vec<u32>, TargetError> {
+        self.encode(&self.render(messages, rendering)?)
     }
 }
 

@@ -9,6 +9,7 @@ pub mod draft;
 pub mod evaluate;
 pub mod export;
 pub mod features;
+pub mod plan;
 pub mod progress;
 pub mod recipe;
 pub mod sequences;

@@ -27,6 +27,13 @@ pub struct Class {
     prompt_tokens: (usize, usize),
 }
 
+impl Class {
+    /// Whether a dataset's prompts belong here, if their length does.
+    pub fn takes(&self, dataset: &str) -> bool {
+        self.datasets.is_empty() || self.datasets.iter().any(|d| d.matches(dataset))
+    }
+}
+
 /// The recipe's classes, and behind them the one for all other prompts.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Classes(pub Vec<Class>);
@@ -62,8 +69,7 @@ impl Classes {
     /// The first class a prompt fits.
     pub fn of(&self, dataset: &str, prompt_tokens: usize) -> usize {
         let fits = |class: &Class| {
-            (class.datasets.is_empty() || class.datasets.iter().any(|d| d.matches(dataset)))
-                && (class.prompt_tokens.0..=class.prompt_tokens.1).contains(&prompt_tokens)
+            class.takes(dataset) && (class.prompt_tokens.0..=class.prompt_tokens.1).contains(&prompt_tokens)
         };
         self.0.iter().position(fits).unwrap_or(self.0.len() - 1)
     }
@@ -102,8 +108,8 @@ pub struct Bounds {
 /// A prompt with its ids.
 type Asked<'a> = (&'a Prompt, &'a Arc<Vec<u32>>);
 
-/// Plans every answer. `take` keeps those prompts of a dataset whose ids hash lowest, so that a larger number keeps the
-/// smaller one's prompts. Held-out prompts are sampled once.
+/// Plans every answer. `take` keeps the prompts of a dataset that are answered, then those whose ids hash lowest, so that
+/// a larger number keeps the smaller one's prompts. Held-out prompts are sampled once.
 pub fn plan(
     prompts: &[Prompt],
     ids: &[PromptIds],
@@ -149,8 +155,9 @@ pub fn plan(
     }
     for ((class, dataset), mut members) in groups {
         let settled = &classes.0[class];
+        // At random, so that what is there when a run stops early stands for all; those that are answered stay taken.
+        members.sort_by_cached_key(|(prompt, _)| (!done.contains(&prompt.id), prompt.rank()));
         if settled.take > 0 && members.len() > settled.take {
-            members.sort_by_cached_key(|(prompt, _)| prompt.rank());
             jobs.left_off += members.len() - settled.take;
             members.truncate(settled.take);
         }
@@ -251,8 +258,9 @@ mod tests {
         assert_eq!(jobs.skipped.len(), 2);
         assert!(jobs.skipped[0].reason.contains("leave no room"), "{:?}", jobs.skipped);
         // p0 is done, its second sample is not; p2 has room for one token.
-        let left: Vec<(&str, usize)> = jobs.jobs.iter().map(|j| (j.id.as_str(), j.max_tokens)).collect();
-        assert_eq!(left, [("p2", 1), ("p0#1", 115), ("p2#1", 1)]);
+        let mut left: Vec<(&str, usize)> = jobs.jobs.iter().map(|j| (j.id.as_str(), j.max_tokens)).collect();
+        left.sort_unstable();
+        assert_eq!(left, [("p0#1", 115), ("p2", 1), ("p2#1", 1)]);
         assert_eq!(jobs.wanted[&(0, "a".to_string())], 4);
     }
 

@@ -1,6 +1,6 @@
 //! Captures from live servers. Read [`Run::go`] first: send while there is room, hear what comes, look around each second.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 use super::concurrency::{Auto, Seen, resident};
 use super::engine::{Answer, Echo, Load, Refusal, engine};
 use super::http::{Failure, Identity, Server};
-use super::jobs::{self, Bounds, Class, Classes, Jobs};
+use super::jobs::{self, Bounds, Classes, Jobs};
 use super::journal::{Failed, Journal, Lines, prompt_of};
 use super::order::Order;
 use super::prompts::{Content, Prompt, Prompts};
@@ -157,7 +157,7 @@ pub async fn capture(
     let mut texts: HashMap<String, Vec<u32>> = HashMap::new();
     let marks = setup.marks;
     let (journal, mut before) = Journal::open(&folder, |sequence| {
-        observe(&mut observed, sequence, &marks);
+        observe(&mut observed, sequence, &marks, &classes);
         if sequence.id != prompt_of(&sequence.id).0 && setup.recipe.regenerate == Regenerate::All {
             texts.insert(sequence.id.clone(), sequence.output_ids.clone());
         }
@@ -211,7 +211,7 @@ pub async fn capture(
     let mut order = Order::new(jobs);
     for finished in &observed.finished {
         let group = &observed.groups[finished.group];
-        let class = classes.0.iter().position(|c| c.name == group.class).unwrap_or(0);
+        let class = classes.of(&group.dataset, finished.prompt_tokens);
         order.learn(class, &group.dataset, finished.tokens);
     }
     if let Some(most) = setup.pilot {
@@ -392,11 +392,12 @@ fn list_skipped(folder: &Path, skipped: &[jobs::Skipped], prompts: &Prompts) -> 
     std::fs::write(&path, text).map_err(CaptureError::io(&path))
 }
 
-/// Takes an answer of the journal into what is known.
-pub fn observe(observed: &mut Observed, sequence: &Sequence, marks: &Marks) {
+/// Takes an answer of the journal into what is known. It belongs to the class that the recipe gives its prompt now, which
+/// may be another than when it was asked.
+pub fn observe(observed: &mut Observed, sequence: &Sequence, marks: &Marks, classes: &Classes) {
     let took = sequence.took.as_ref();
-    let cap = took.map_or(0, |t| t.max_tokens);
-    let group = observed.group(took.map_or("", |t| t.class.as_str()), &sequence.dataset, cap);
+    let class = &classes.0[classes.of(&sequence.dataset, sequence.prompt_ids.len())];
+    let group = observed.group(&class.name, &sequence.dataset, class.max_tokens);
     let capped = sequence.finish_reason == "length";
     let reasoned = match sequence.segments.is_empty() {
         true => cut(&sequence.prompt_ids, &sequence.output_ids, capped, marks).reasoned,
@@ -962,9 +963,4 @@ fn check(answer: Answer, job: &Job, vocab_size: usize) -> Result<Answer, Failure
 /// Seconds since 1970.
 pub fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
-}
-
-/// Settled classes of a recipe, by name: what a plan needs to know of them.
-pub fn caps(recipe: &CaptureRecipe) -> BTreeMap<String, usize> {
-    Classes::new(recipe).0.iter().map(|class: &Class| (class.name.clone(), class.max_tokens)).collect()
 }

@@ -195,7 +195,7 @@ fn read_prompts(recipe: &Recipe) -> Result<Prompts> {
 }
 
 /// The target's own template and tokenizer, where the recipe wants them and they are there.
-fn own_tokenizer(recipe: &Recipe) -> Result<Option<TargetTokenizer>> {
+pub fn own_tokenizer(recipe: &Recipe) -> Result<Option<TargetTokenizer>> {
     if recipe.capture.render == Render::Server {
         return Ok(None);
     }
@@ -213,7 +213,8 @@ fn own_tokenizer(recipe: &Recipe) -> Result<Option<TargetTokenizer>> {
     }
 }
 
-fn marks(recipe: &Recipe, family: Option<&Family>, tokenizer: Option<&TargetTokenizer>) -> Marks {
+/// The ids that open and close thinking and tool calls.
+pub fn marks(recipe: &Recipe, family: Option<&Family>, tokenizer: Option<&TargetTokenizer>) -> Marks {
     let named = |open: &str, close: &str| Some((tokenizer?.token_id(open)?, tokenizer?.token_id(close)?));
     let reasoning = match recipe.capture.reasoning_tokens[..] {
         [open, close] => Some((open, close)),

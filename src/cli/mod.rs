@@ -4,6 +4,7 @@ mod capture;
 mod evaluate;
 mod export;
 mod extract;
+mod plan;
 mod recipe;
 mod road;
 mod train;
@@ -29,6 +30,8 @@ struct Cli {
 enum Command {
     /// Ask the target for answers to the recipe's prompts and keep their exact tokens.
     Capture(capture::Arguments),
+    /// Tell how long the recipe's capture takes and what would make it shorter.
+    Plan(plan::Arguments),
     /// Run the recipe's sequences through the target and keep its hidden states.
     Extract(extract::Arguments),
     /// Train a draft head: sequences, states, training, export, evaluation in one go.
@@ -65,6 +68,7 @@ pub fn run() -> ExitCode {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false).init();
     let outcome = match Cli::parse().command {
         Command::Capture(arguments) => capture::run(&arguments),
+        Command::Plan(arguments) => plan::run(&arguments),
         Command::Extract(arguments) => extract::run(&arguments),
         Command::Train(arguments) => train::run(&arguments),
         Command::Export(arguments) => export::run(&arguments),

@@ -35,6 +35,10 @@ pub struct Scenario {
     pub groups: Vec<(f64, f64)>,
     /// Times the present rate.
     pub speed: f64,
+    /// Requests that run at once, where it is another number than now.
+    pub running: Option<f64>,
+    /// Share of the work on prompts that remains.
+    pub prompts: f64,
 }
 
 /// One draw of all that is unknown.
@@ -83,7 +87,7 @@ pub struct Outlook {
     pub hours: Option<Span>,
     /// Output tokens in all, those that are there too.
     pub tokens: Span,
-    /// Hours of each draw, ascending.
+    /// Hours of each draw, in the order drawn: the same draw of two scenarios is the same luck.
     pub draws: Vec<f64>,
     /// Of each group: tokens in all, and hours its part takes.
     pub groups: Vec<(Span, Option<Span>)>,
@@ -141,7 +145,8 @@ impl Model {
 
     /// All as it stands.
     pub fn as_is(&self) -> Scenario {
-        Scenario { groups: self.groups.iter().map(|g| (g.cap, (g.wanted - g.done).max(0.0))).collect(), speed: 1.0 }
+        let groups = self.groups.iter().map(|g| (g.cap, (g.wanted - g.done).max(0.0))).collect();
+        Scenario { groups, speed: 1.0, running: None, prompts: 1.0 }
     }
 
     /// Best guess of a group's lengths.
@@ -159,15 +164,10 @@ impl Model {
         (self.running, self.total)
     }
 
-    /// How many times as fast the server would be with so many running rather than those that run now.
-    pub fn speed_with(&self, running: f64) -> f64 {
-        (running / self.running).powf(self.best.alpha)
-    }
-
     /// What comes of a scenario.
     pub fn outlook(&self, scenario: &Scenario) -> Outlook {
         let best = self.play(&self.best, scenario);
-        let mut all: Vec<Played> = self.draws.iter().map(|draw| self.play(draw, scenario)).collect();
+        let all: Vec<Played> = self.draws.iter().map(|draw| self.play(draw, scenario)).collect();
         let groups = (0..self.groups.len())
             .map(|g| {
                 let tokens = Span::of(best.groups[g].0, all.iter().map(|p| p.groups[g].0));
@@ -176,8 +176,7 @@ impl Model {
             })
             .collect();
         let tokens = Span::of(best.tokens, all.iter().map(|p| p.tokens));
-        let mut draws: Vec<f64> = all.iter_mut().filter_map(|p| p.hours).collect();
-        draws.sort_by(f64::total_cmp);
+        let draws: Vec<f64> = all.iter().filter_map(|p| p.hours).collect();
         Outlook { hours: best.hours.map(|h| Span::of(h, draws.iter().copied())), tokens, draws, groups }
     }
 
@@ -196,13 +195,14 @@ impl Model {
             let noise = draw.luck[g] * (more * lengths.variance(cap)).sqrt();
             let come = (tokens + fresh * lengths.mean(cap) + noise).max(0.0);
             let made: f64 = group.flights.iter().take(more as usize).sum();
-            work[g] = ((come - made).max(0.0) + fresh * draw.prompt_cost * group.prompt, more);
+            work[g] = ((come - made).max(0.0) + fresh * draw.prompt_cost * group.prompt * scenario.prompts, more);
             groups.push((group.tokens + come, None));
         }
         let all: f64 = work.iter().map(|w| w.0).sum();
         let hours = draw.rate.map(|rate| {
             let left = if all > 0.0 { draw.end.max(0.0) } else { 0.0 };
-            (self.drain(&work, rate, draw.alpha).0 + left) / scenario.speed / 3600.0
+            let room = scenario.running.map_or(1.0, |running| (running / self.running).powf(draw.alpha));
+            (self.drain(&work, rate, draw.alpha).0 + left) / (scenario.speed * room) / 3600.0
         });
         if let Some(hours) = hours {
             groups.iter_mut().zip(&work).for_each(|(group, work)| group.1 = Some(hours * work.0 / all.max(1e-9)));

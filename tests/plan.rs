@@ -131,3 +131,57 @@ fn without_a_capture_it_says_what_to_do() {
     assert!(!told.status.success());
     assert!(String::from_utf8_lossy(&told.stderr).contains("--pilot"), "{}", String::from_utf8_lossy(&told.stderr));
 }
+
+#[test]
+fn a_budget_is_kept_by_the_recipe_it_writes() {
+    let folder = tempfile::tempdir().unwrap();
+    let recipe = story(folder.path());
+    let told = plan(&recipe, &["--budget", "24h"]);
+    let text = String::from_utf8(told.stdout).unwrap();
+    println!("{}", &text[text.find("To keep a budget").expect("a proposal")..]);
+    let written = folder.path().join("kimi.24h.toml");
+    let again = plan(&written, &["--json"]);
+    assert!(again.status.success(), "{}", String::from_utf8_lossy(&again.stderr));
+    let again: Value = serde_json::from_slice(&again.stdout).unwrap();
+    println!("{} {}", again["hours"], again["tokens"]);
+    let (high, middle) = (again["hours"]["high"].as_f64().unwrap(), again["hours"]["middle"].as_f64().unwrap());
+    // With certainty, and without giving up more than that takes.
+    assert!(high <= 24.0 && high > 22.5 && middle > 18.0, "{}", again["hours"]);
+    let groups = again["groups"].as_array().unwrap();
+    assert_eq!(groups.len(), 8);
+    for (group, dataset) in groups.iter().zip(DATASETS) {
+        assert_eq!(group["dataset"], dataset);
+        assert_eq!(group["done"], 61);
+        assert!(group["wanted"].as_u64().unwrap() > 3000, "{group}");
+    }
+    // The recipe keeps about as many in flight as there is room for.
+    let text = std::fs::read_to_string(&written).unwrap();
+    assert!(text.contains("concurrency = \"auto\""), "{text}");
+
+    // A budget in tokens counts what is there already.
+    let told =
+        plan(&recipe, &["--budget", "60Mtok", "--json", "--out", folder.path().join("less.toml").to_str().unwrap()]);
+    let told: Value = serde_json::from_slice(&told.stdout).unwrap();
+    assert!(told["budget"]["tokens"]["high"].as_f64().unwrap() <= 60e6, "{}", told["budget"]);
+    assert!(folder.path().join("less.toml").exists());
+}
+
+#[test]
+fn budgets_that_cannot_be_kept_say_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let recipe = story(folder.path());
+    let words = |budget: &str| {
+        let told = plan(&recipe, &["--budget", budget]);
+        assert!(!told.status.success());
+        String::from_utf8(told.stderr).unwrap().split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    assert!(words("a day").contains("`a day` is no budget"), "{}", words("a day"));
+    let few = words("30min");
+    assert!(few.contains("30 min are too few") && few.contains("are needed"), "{few}");
+    assert!(!folder.path().join("kimi.30min.toml").exists());
+    // Where there is enough, nothing is given up.
+    let told = plan(&recipe, &["--budget", "9d", "--json"]);
+    let told: Value = serde_json::from_slice(&told.stdout).unwrap();
+    assert_eq!(told["budget"]["fits_as_is"], true);
+    assert!(folder.path().join("kimi.9d.toml").exists());
+}

@@ -32,6 +32,17 @@ impl Class {
     pub fn takes(&self, dataset: &str) -> bool {
         self.datasets.is_empty() || self.datasets.iter().any(|d| d.matches(dataset))
     }
+
+    /// Whether all of a dataset's prompts belong here, however long.
+    pub fn takes_all(&self, dataset: &str) -> bool {
+        self.takes(dataset) && self.prompt_tokens == (0, usize::MAX)
+    }
+
+    /// About how many answers come of so many prompts: held-out ones are sampled once.
+    pub fn answers(&self, prompts: usize, held_out_share: f64) -> usize {
+        let again = (self.samples.max(1) - 1) as f64 * (1.0 - held_out_share);
+        (prompts as f64 * (1.0 + again)).round() as usize
+    }
 }
 
 /// The recipe's classes, and behind them the one for all other prompts.

@@ -14,7 +14,7 @@ use crate::recipe::Recipe;
 use crate::target::family::Family;
 
 /// Caps people choose from.
-const CAPS: [usize; 16] =
+pub const CAPS: [usize; 16] =
     [256, 512, 1000, 1500, 2000, 2500, 3000, 4000, 5000, 6000, 8000, 10_000, 12_000, 16_000, 24_000, 32_000];
 /// A cap may cut this share of answers before it changes what the data is.
 pub const MAY_CUT: f64 = 0.04;

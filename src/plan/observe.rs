@@ -72,7 +72,7 @@ pub fn look(recipe: &Recipe, marks: &Marks) -> Result<Sight, PlanError> {
     sight.shared_prefix = blocks.shared();
     let run: Option<RunFile> = read(&folder.join("run.json"))?;
     match run {
-        Some(run) => take_run(&mut sight, run, &classes),
+        Some(run) => take_run(&mut sight, run, &classes, recipe.capture.held_out_share),
         None => count_prompts(&mut sight, recipe, &classes)?,
     }
     let failed = folder.join("failed.jsonl");
@@ -106,12 +106,17 @@ fn read<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, CaptureError> {
 
 /// What the last run set out to do. Its recipe may have been another: classes are found by name, else by dataset, and a
 /// `take` that is smaller now holds.
-fn take_run(sight: &mut Sight, run: RunFile, classes: &Classes) {
+fn take_run(sight: &mut Sight, run: RunFile, classes: &Classes, held_out_share: f64) {
     for group in run.groups.iter().filter(|g| g.wanted > 0) {
-        let named = classes.0.iter().find(|c| c.name == group.class && c.takes(&group.dataset));
-        let Some(class) = named.or_else(|| classes.0.iter().find(|c| c.takes(&group.dataset))) else { continue };
+        let dataset = group.dataset.as_str();
+        let named = match group.class.as_str() {
+            // Outside every class then, all that no bound on prompts keeps out of one may be in it now.
+            "" => classes.0.iter().find(|c| c.takes_all(dataset)),
+            name => classes.0.iter().find(|c| c.name == name && c.takes(dataset)),
+        };
+        let Some(class) = named.or_else(|| classes.0.iter().find(|c| c.takes(dataset))) else { continue };
         let at = sight.observed.group(&class.name, &group.dataset, class.max_tokens);
-        let most = if class.take > 0 { class.take * class.samples.max(1) } else { usize::MAX };
+        let most = if class.take > 0 { class.answers(class.take, held_out_share) } else { usize::MAX };
         sight.observed.groups[at].wanted += group.wanted.min(most);
     }
     sight.engine = run.engine;
@@ -134,7 +139,7 @@ fn count_prompts(sight: &mut Sight, recipe: &Recipe, classes: &Classes) -> Resul
         let class = classes.0.iter().find(|c| c.name == group.class && c.takes(&group.dataset));
         if let Some(class) = class {
             let prompts = if class.take > 0 { group.wanted.min(class.take) } else { group.wanted };
-            group.wanted = prompts * class.samples.max(1);
+            group.wanted = class.answers(prompts, recipe.capture.held_out_share);
         }
     }
     Ok(())

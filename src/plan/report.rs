@@ -2,7 +2,8 @@
 
 use serde::Serialize;
 
-use super::forecast::Model;
+use super::budget::{self, Budget, Proposal};
+use super::forecast::{DRAWS, Model};
 use super::levers::{self, Hardware, Lever};
 use super::observe::Sight;
 use super::{PlanError, Span};
@@ -95,26 +96,27 @@ pub struct Plan {
     pub levers: Vec<Lever>,
     /// Hours with the levers that cost nothing and the tightest cap that cuts little.
     pub together: Option<Span>,
+    pub budget: Option<Proposal>,
     pub disk: Option<Disk>,
 }
 
 /// Makes the plan of what was seen.
 ///
 /// # Errors
-/// When there is nothing to plan from.
+/// When there is nothing to plan from, or the budget cannot be kept.
 pub fn plan(
     recipe: &Recipe,
     family: Option<&Family>,
     marks: &Marks,
     sight: &Sight,
     hardware: Hardware,
-    draws: usize,
+    budget: Option<Budget>,
 ) -> Result<Plan, PlanError> {
     let observed = &sight.observed;
     if observed.finished.is_empty() {
         return Err(PlanError::Nothing("no answer is there yet".into()));
     }
-    let model = Model::fit(observed, &sight.setting, draws);
+    let model = Model::fit(observed, &sight.setting, DRAWS);
     let outlook = model.outlook(&model.as_is());
     let found = levers::find(recipe, family, sight, &model, hardware);
     let of = |at: usize| observed.finished.iter().filter(move |f| f.group == at);
@@ -144,6 +146,7 @@ pub fn plan(
     let chosen = found.iter().filter(|l| l.kind <= levers::Kind::Free && l.name != "over_subscription").chain(cap);
     let most = levers::wanted(recipe, sight).unwrap_or(model.running().1);
     let together = (!found.is_empty()).then(|| levers::together(&model, most, chosen).hours).flatten();
+    let budget = budget.map(|budget| budget::propose(budget, recipe, sight, &model, &found)).transpose()?;
     let prompts = observed.finished.iter().map(|f| f.prompt_tokens as f64).sum::<f64>() / done.max(1) as f64;
     let hidden = family.map(|f| f.hidden_size).or_else(|| hidden_of(recipe));
     let disk = hidden.map(|hidden| {
@@ -178,6 +181,7 @@ pub fn plan(
         },
         levers: found,
         together,
+        budget,
         disk,
     })
 }
@@ -265,6 +269,42 @@ fn bytes(n: f64) -> String {
     }
 }
 
+/// What a budget asks to be given up.
+fn in_budget(proposal: &Proposal) -> String {
+    let Proposal { budget, .. } = proposal;
+    let mut text = match proposal.fits_as_is {
+        true => format!("\nA budget of {budget} is kept as it stands.\n"),
+        false => format!("\nTo keep a budget of {budget} with 90% certainty, give up:\n"),
+    };
+    let width = proposal.parts.iter().map(|p| p.dataset.len()).max().unwrap_or(0);
+    for part in proposal.parts.iter().filter(|_| !proposal.fits_as_is) {
+        let fewer = part.wanted.0 - part.wanted.1;
+        let cap = match part.max_tokens {
+            (before, now) if now < before => {
+                format!("cap {now} rather than {before}, which cuts {:.1}% of its answers", part.cuts * 100.0)
+            }
+            (same, _) => format!("cap {same} as before"),
+        };
+        text += &format!(
+            "{:width$}  {fewer} of {} answers ({:.0}%); {cap}\n",
+            part.dataset,
+            part.wanted.0,
+            fewer as f64 * 100.0 / part.wanted.0.max(1) as f64
+        );
+    }
+    if !proposal.fits_as_is {
+        let left = proposal.hours.as_ref().map_or(String::new(), |h| format!(", {} left", between(h, hours)));
+        text += &format!("with that {} tokens in all{left}\n", between(&proposal.tokens, tokens));
+        if proposal.free_levers_suffice {
+            text += "What costs nothing, above, would be enough to give up nothing of this.\n";
+        }
+    }
+    if let Some(path) = &proposal.written {
+        text += &format!("The recipe is {}; stop the capture and go on with it, nothing is lost.\n", path.display());
+    }
+    text
+}
+
 impl Plan {
     /// The plan for people.
     pub fn text(&self) -> String {
@@ -328,6 +368,9 @@ impl Plan {
         if let Some(left) = &self.together {
             text +=
                 &format!("what costs nothing, and the cap that cuts little, together: {} left\n", between(left, hours));
+        }
+        if let Some(proposal) = &self.budget {
+            text += &in_budget(proposal);
         }
         if let Some(disk) = &self.disk {
             text += &format!(

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
 
-use super::{Concurrency, EngineKind, Recipe};
+use super::{CaptureRecipe, Concurrency, EngineKind, Recipe, Regenerate};
 
 /// What is wrong with a recipe, and where.
 #[derive(Debug, thiserror::Error)]
@@ -183,7 +183,20 @@ impl Recipe {
             "0".into(),
             "it must be `auto` or at least 1",
         )?;
+        rule(
+            capture.regenerate == Regenerate::Last || samples(capture) == 1,
+            "capture.samples",
+            samples(capture).to_string(),
+            "with regenerate = \"all\" each turn builds on the one before, so there is one answer to each",
+        )?;
         for class in &capture.class {
+            let odd = class.datasets.iter().find(|d| glob::Pattern::new(d).is_err());
+            rule(
+                odd.is_none(),
+                "capture.class",
+                format!("{:?}", odd.map_or("", String::as_str)),
+                "datasets are names, in which `*`, `?` and `[…]` stand for letters; `[` itself is written `[[]`",
+            )?;
             let good = class.max_tokens != Some(0)
                 && class.samples != Some(0)
                 && class.temperature.is_none_or(not_negative)
@@ -361,6 +374,11 @@ fn find_line(text: &str, key: &str) -> usize {
 }
 
 /// Whether a prompt source names a dataset of the hub.
+/// The most answers that any prompt gets.
+fn samples(capture: &CaptureRecipe) -> usize {
+    capture.class.iter().filter_map(|c| c.samples).fold(capture.samples, usize::max)
+}
+
 fn is_hub(path: &Path) -> bool {
     path.to_str().is_some_and(|text| text.starts_with("hub:"))
 }

@@ -104,3 +104,72 @@ fn vllm_accepts_as_many_tokens_as_our_own_decoder() {
     assert!(drafts > 0.0, "vLLM counted no drafts");
     assert!((ours - theirs).abs() < 0.1, "ours {ours:.3}, vLLM {theirs:.3}");
 }
+
+/// A capture of all shipped prompts from a live server, killed ten times: nothing accepted is lost, nothing twice.
+fn ten_kills(engine: &str, url: &str) {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("capture");
+    let recipe = folder.path().join("recipe.toml");
+    let text = format!(
+        "[target]\nfamily = \"smollm2-135m\"\npath = {:?}\n[capture]\nengine = \"{engine}\"\nservers = [\"{url}\"]\n\
+         prompts = [{:?}]\nout = {out:?}\nmax_tokens = 32\nconcurrency = 8\n",
+        variable("EAGLET_TARGET"),
+        root.join("data/b*.jsonl"),
+    );
+    std::fs::write(&recipe, text).unwrap();
+    let log = folder.path().join("log");
+    let start = || {
+        Command::new(env!("CARGO_BIN_EXE_eaglet"))
+            .args(["capture", "--recipe", recipe.to_str().unwrap()])
+            .stdout(Stdio::null())
+            .stderr(std::fs::File::create(&log).unwrap())
+            .spawn()
+            .unwrap()
+    };
+    let journal = out.join("journal.jsonl");
+    let bytes = || std::fs::read(&journal).unwrap_or_default();
+    let whole = |bytes: &[u8]| bytes.iter().rposition(|&b| b == b'\n').map_or(0, |at| at + 1);
+    let rows = |bytes: &[u8]| bytes.iter().filter(|&&b| b == b'\n').count();
+    let mut before = Vec::new();
+    for kill in 1..=10u64 {
+        let mut run = start();
+        let wanted = rows(&before) + 30;
+        while rows(&bytes()) < wanted {
+            if let Some(status) = run.try_wait().unwrap() {
+                panic!("run {kill} ended early, {status}: {}", std::fs::read_to_string(&log).unwrap());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        std::thread::sleep(Duration::from_millis(kill * 37));
+        run.kill().unwrap();
+        run.wait().unwrap();
+        let after = bytes();
+        assert!(after.starts_with(&before), "kill {kill} changed what was there");
+        println!("{engine}: kill {kill} at {} answers, {} torn bytes", rows(&after), after.len() - whole(&after));
+        before = after[..whole(&after)].to_vec();
+    }
+    let status = start().wait().unwrap();
+    assert!(status.success(), "{}", std::fs::read_to_string(&log).unwrap());
+    let after = bytes();
+    assert!(after.starts_with(&before) && whole(&after) == after.len());
+    let answers: Vec<Value> =
+        after.split(|&b| b == b'\n').filter(|l| !l.is_empty()).map(|l| serde_json::from_slice(l).unwrap()).collect();
+    let ids: std::collections::BTreeSet<&str> = answers.iter().map(|a| a["id"].as_str().unwrap()).collect();
+    let run: Value = serde_json::from_slice(&std::fs::read(out.join("run.json")).unwrap()).unwrap();
+    let wanted: u64 = run["groups"].as_array().unwrap().iter().map(|g| g["wanted"].as_u64().unwrap()).sum();
+    println!("{engine}: {} answers of {} prompts asked for, {} distinct", answers.len(), wanted, ids.len());
+    assert!(answers.len() >= 300 && answers.len() as u64 == wanted && ids.len() == answers.len());
+}
+
+#[test]
+#[ignore = "needs vLLM: tests/engines.sh"]
+fn vllm_capture_survives_ten_kills() {
+    ten_kills("vllm", &variable("EAGLET_VLLM_URL"));
+}
+
+#[test]
+#[ignore = "needs SGLang: tests/engines.sh"]
+fn sglang_capture_survives_ten_kills() {
+    ten_kills("sglang", &variable("EAGLET_SGLANG_URL"));
+}

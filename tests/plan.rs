@@ -185,3 +185,16 @@ fn budgets_that_cannot_be_kept_say_so() {
     assert_eq!(told["budget"]["fits_as_is"], true);
     assert!(folder.path().join("kimi.9d.toml").exists());
 }
+
+#[test]
+fn the_page_is_whole_in_itself() {
+    let folder = tempfile::tempdir().unwrap();
+    let recipe = story(folder.path());
+    let page = folder.path().join("plan.html");
+    let done = plan(&recipe, &["--html", page.to_str().unwrap()]);
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let page = std::fs::read_to_string(page).unwrap();
+    assert!(page.matches("<svg").count() == 2 && page.contains("b8_sweagent") && page.contains("class=\"band\""));
+    assert!(page.contains("<td class=\"l\">") && page.ends_with("</html>\n"));
+    assert!(!page.contains("http") && !page.contains("NaN") && !page.contains("inf "), "it fetches nothing");
+}

@@ -10,6 +10,7 @@ use eaglet::capture::reasoning::Marks;
 use eaglet::capture::render::Renderer;
 use eaglet::capture::status::{Status, hours};
 use eaglet::capture::{embedded, http, journal};
+use eaglet::plan::observe::time_left;
 use eaglet::recipe::{EngineKind, Recipe, Render};
 use eaglet::sequences::loops::find_loop;
 use eaglet::signals::Signals;
@@ -110,7 +111,8 @@ pub fn capture_live(recipe: &Recipe, options: &LiveOptions) -> Result<Outcome> {
             grace: Duration::from_secs_f64(options.grace.max(0.0)),
         };
         let mut screen = Screen::new(options.json);
-        let done = live::capture(setup, &identity, &signals, &mut |_| None, &mut |status| screen.show(status)).await;
+        let mut left = time_left(recipe);
+        let done = live::capture(setup, &identity, &signals, &mut left, &mut |status| screen.show(status)).await;
         screen.clear();
         done.into_diagnostic()
     })

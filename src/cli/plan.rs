@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use eaglet::plan::levers::Hardware;
-use eaglet::plan::{budget::Budget, observe, report};
+use eaglet::plan::{budget::Budget, observe, page, report};
 use eaglet::target::family::Family;
 use miette::{IntoDiagnostic, Result};
 
@@ -27,6 +27,9 @@ pub struct Arguments {
     /// Where that recipe goes [default: beside the recipe, as NAME.BUDGET.toml].
     #[arg(long, value_name = "FILE", requires = "budget")]
     out: Option<PathBuf>,
+    /// Write the plan as one HTML page that needs nothing else.
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
     /// Print the plan as JSON.
     #[arg(long)]
     json: bool,
@@ -54,6 +57,9 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         let path = arguments.out.clone().unwrap_or_else(beside);
         write_whole(&path, proposal.recipe.to_toml().as_bytes()).into_diagnostic()?;
         proposal.written = Some(path);
+    }
+    if let Some(path) = &arguments.html {
+        write_whole(path, page::html(&plan).as_bytes()).into_diagnostic()?;
     }
     match arguments.json {
         true => println!("{}", serde_json::json!(plan)),

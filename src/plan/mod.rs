@@ -3,13 +3,14 @@
 //! In: a recipe and the folder of a capture that is under way, stopped or done. Out: a [`report::Plan`]: statistics of
 //! lengths, tokens and hours with 90% intervals, levers with what each saves and costs, and, for a budget, a recipe.
 //! Open `observe.rs` (what is read), then `survival.rs` (lengths, of answers in flight too), `forecast.rs` (hours),
-//! `levers.rs` and `budget.rs` (what to change), `report.rs` (all of it, and as text). `simulate.rs`
+//! `levers.rs` and `budget.rs` (what to change), `report.rs` (all of it, and as text), `page.rs` (as HTML). `simulate.rs`
 //! is the server that the end of a run, and the tests, are played on.
 
 pub mod budget;
 pub mod forecast;
 pub mod levers;
 pub mod observe;
+pub mod page;
 pub mod report;
 pub mod simulate;
 pub mod survival;

@@ -2,20 +2,21 @@
 //!
 //! Everything is read, nothing is locked or written: a plan may be made while the capture runs.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 
 use serde::de::DeserializeOwned;
 
-use super::{PlanError, Setting};
+use super::forecast::Model;
+use super::{PlanError, Setting, Span};
 use crate::capture::engine::ServerFacts;
 use crate::capture::jobs::Classes;
 use crate::capture::journal::read_lines;
 use crate::capture::live::{RunFile, observe};
 use crate::capture::prompts;
 use crate::capture::reasoning::Marks;
-use crate::capture::status::{Flights, Observed, Pace, Status};
+use crate::capture::status::{Flights, Hours, Observed, Pace, Status};
 use crate::capture::{CaptureError, Sequence};
 use crate::recipe::{Concurrency, Recipe};
 
@@ -23,6 +24,10 @@ use crate::recipe::{Concurrency, Recipe};
 const BLOCK: usize = 64;
 /// Seconds of status that tell how the servers are now.
 const RECENT_S: f64 = 120.0;
+/// Answers before a screen tells the time left.
+const ENOUGH: usize = 16;
+/// Draws of a screen's forecast.
+const SCREEN_DRAWS: usize = 100;
 
 /// What is known of a capture.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -87,12 +92,33 @@ pub fn look(recipe: &Recipe, marks: &Marks) -> Result<Sight, PlanError> {
         sight.observed.flights = flights.flights;
     }
     sight.whole = sight.observed.groups.iter().all(|g| g.done >= g.wanted);
-    let classes = recipe.capture.class.iter().zip(&classes.0).filter_map(|(class, settled)| match class.concurrency {
+    sight.setting = Setting { limit: now, running: running(&sight), classes: numbers(recipe, &classes) };
+    Ok(sight)
+}
+
+/// Requests in flight of each class that has a number of its own.
+fn numbers(recipe: &Recipe, classes: &Classes) -> BTreeMap<String, usize> {
+    let of = recipe.capture.class.iter().zip(&classes.0);
+    of.filter_map(|(class, settled)| match class.concurrency {
         Some(Concurrency::Fixed(n)) => Some((settled.name.clone(), n)),
         _ => None,
-    });
-    sight.setting = Setting { limit: now, running: running(&sight), classes: classes.collect() };
-    Ok(sight)
+    })
+    .collect()
+}
+
+/// The time left as a running capture's screen shows it, asked each few seconds, so with fewer draws than a plan.
+///
+/// Nothing before [`ENOUGH`] answers: the first to be whole are the short ones.
+pub fn time_left(recipe: &Recipe) -> impl FnMut(&Observed) -> Option<Hours> {
+    let setting = Setting { classes: numbers(recipe, &Classes::new(&recipe.capture)), ..Setting::default() };
+    move |observed| {
+        if observed.finished.len() < ENOUGH {
+            return None;
+        }
+        let model = Model::fit(observed, &setting, SCREEN_DRAWS);
+        let Span { low, middle, high } = model.outlook(&model.as_is()).hours?;
+        Some(Hours { low, middle, high })
+    }
 }
 
 /// A JSON file, where it is there.

@@ -98,6 +98,9 @@ pub struct Plan {
     pub together: Option<Span>,
     pub budget: Option<Proposal>,
     pub disk: Option<Disk>,
+    /// Hours left of each draw of the forecast, ascending: what the interval is read from.
+    #[serde(skip)]
+    pub draws: Vec<f64>,
 }
 
 /// Makes the plan of what was seen.
@@ -146,6 +149,8 @@ pub fn plan(
     let chosen = found.iter().filter(|l| l.kind <= levers::Kind::Free && l.name != "over_subscription").chain(cap);
     let most = levers::wanted(recipe, sight).unwrap_or(model.running().1);
     let together = (!found.is_empty()).then(|| levers::together(&model, most, chosen).hours).flatten();
+    let mut draws = outlook.draws;
+    draws.sort_by(f64::total_cmp);
     let budget = budget.map(|budget| budget::propose(budget, recipe, sight, &model, &found)).transpose()?;
     let prompts = observed.finished.iter().map(|f| f.prompt_tokens as f64).sum::<f64>() / done.max(1) as f64;
     let hidden = family.map(|f| f.hidden_size).or_else(|| hidden_of(recipe));
@@ -180,6 +185,7 @@ pub fn plan(
             room: sight.room(),
         },
         levers: found,
+        draws,
         together,
         budget,
         disk,
@@ -249,11 +255,11 @@ fn warnings(recipe: &Recipe, marks: &Marks, sight: &Sight, all: &Lengths, groups
     warnings
 }
 
-fn between(span: &Span, show: fn(f64) -> String) -> String {
+pub(super) fn between(span: &Span, show: fn(f64) -> String) -> String {
     format!("{} ({} to {})", show(span.middle), show(span.low), show(span.high))
 }
 
-fn tokens(n: f64) -> String {
+pub(super) fn tokens(n: f64) -> String {
     match n {
         n if n >= 1e6 => format!("{:.1}M", n / 1e6),
         n if n >= 1e4 => format!("{:.0}k", n / 1e3),
@@ -261,7 +267,7 @@ fn tokens(n: f64) -> String {
     }
 }
 
-fn bytes(n: f64) -> String {
+pub(super) fn bytes(n: f64) -> String {
     match n {
         n if n >= 1e12 => format!("{:.1} TB", n / 1e12),
         n if n >= 1e9 => format!("{:.1} GB", n / 1e9),
@@ -270,7 +276,7 @@ fn bytes(n: f64) -> String {
 }
 
 /// What a budget asks to be given up.
-fn in_budget(proposal: &Proposal) -> String {
+pub(super) fn in_budget(proposal: &Proposal) -> String {
     let Proposal { budget, .. } = proposal;
     let mut text = match proposal.fits_as_is {
         true => format!("\nA budget of {budget} is kept as it stands.\n"),

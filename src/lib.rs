@@ -1,7 +1,7 @@
 //! eaglet trains EAGLE-3 draft heads.
 //!
 //! Data flows one way, one folder per stage; ARCHITECTURE.md is the map:
-//! recipe -> target -> capture -> sequences -> features -> draft -> train -> export -> evaluate.
+//! recipe -> target -> capture -> plan -> sequences -> features -> draft -> train -> export -> evaluate.
 #![recursion_limit = "256"]
 
 pub mod capture;
